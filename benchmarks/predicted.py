@@ -2,8 +2,7 @@
 finds.
 
     python benchmarks/predicted.py --prompts mt_bench.jsonl gsm8k.jsonl \\
-        --drafters eagle3=examples/smollm2-135m-eagle3 medusa=runs/smollm2-medusa/best \\
-        counts=ngram:3
+        --drafters eagle3=examples/smollm2-135m-eagle3 medusa=runs/smollm2-medusa/best
 
 The target writes answers at T = 1. At each of their places a drafter is shown the true text and
 asked, depth by depth, for its distribution q, which is compared with the target's p: overlap sum
@@ -61,9 +60,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument(
-        "--drafters", nargs="+", required=True, metavar="NAME=FOLDER or NAME=ngram:3"
-    )
+    parser.add_argument("--drafters", nargs="+", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
@@ -84,8 +81,8 @@ def main() -> None:
         for i, ids in enumerate(prompts)
     ]
     rows = {}
-    for name, _, what in (pair.partition("=") for pair in args.drafters):
-        rows[name] = judged(target, what, prompts, answers, args.depth, settings)
+    for name, _, head in (pair.partition("=") for pair in args.drafters):
+        rows[name] = judged(target, head, prompts, answers, args.depth, settings)
         console.print(
             f"{name}: predicted {rows[name].predicted:.2f}, measured {rows[name].measured:.2f}"
         )
@@ -103,19 +100,14 @@ def seeded(target: Target, seed: int) -> torch.Generator:
 
 def judged(
     target: Target,
-    what: str,
+    head: str,
     prompts: list[Tensor],
     answers: list[Tensor],
     depth: int,
     settings: dict[str, object],
 ) -> Row:
     """Statistics over the answers, then chains over the prompts."""
-    words = (
-        {"drafter": what, "tree": f"chain:{depth}"}
-        if ":" in what and not Path(what).exists()
-        else {"head": what}
-    )
-    lead = SpeculativeLM.from_pretrained(target, adaptive=False, **words).drafter  # type: ignore[arg-type]
+    lead = SpeculativeLM.from_pretrained(target, head, adaptive=False).drafter
     assert isinstance(lead, HeadDrafter)
     depth = min(depth, lead.head.max_depth)
     found = [

@@ -104,8 +104,6 @@ def engines(head: str, store: str) -> dict[str, SpeculativeLM | Target]:
         "plain": lm(),
         "prompt lookup": lm(drafter="prompt-lookup:6"),
         "retrieval": lm(drafter=f"retrieval:{store}:6"),
-        "3-grams": lm(drafter="ngram:3", tree="chain:2"),
-        "random, adaptive": lm(drafter="ngram:0", adaptive=True),
         "head": lm(head=head),
         "head, adaptive": lm(head=head, adaptive=True),
         "head and history": lm(head=head, drafter="history"),

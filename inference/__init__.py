@@ -3,7 +3,7 @@
 from .custom_generate import custom_generate, generate_from, refresh
 from .drafters.base import DraftContext, Drafter, PrefillChunk
 from .drafters.round import Round, Verdict
-from .drafters.specs import History, Ngram, SmallerModel
+from .drafters.specs import History, SmallerModel
 from .engines.target import Target
 from .output import GenerateDictOutput, GenerateOutput
 from .rounds.observers import ObservedCall, RoundObserver
@@ -29,7 +29,6 @@ __all__ = [
     "GenerateDictOutput",
     "GenerateOutput",
     "History",
-    "Ngram",
     "ObservedCall",
     "PrefillChunk",
     "Round",

@@ -216,10 +216,10 @@ class SpeculativeLM:
             lossy: allow a rule ("typical") that changes the output distribution.
             compile: how forwards run, see the method `compile`: True for our kernels on a CPU and
                 CUDA graphs on a GPU, False for transformers' own operations.
-            drafter: a drafter without a head: `History()`, `Ngram()`, a smaller model, or one of
-                them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of your
-                own, whose errors cannot change the output. Beside a head, a history: in each round
-                and row, whichever expects more accepted tokens drafts.
+            drafter: a drafter without a head: `History()`, a smaller model, or one of them as a
+                command line writes it, see `drafters.specs.SPECS`; or a drafter of your own, whose
+                errors cannot change the output. Beside a head, a history: in each round and row,
+                whichever expects more accepted tokens drafts.
             adaptive: measure plain steps too, and take them where drafts cost more time than they
                 save; see `AdaptiveDrafter`. Beside a head, a `History()` then drafts where the text
                 repeats what came before. False to draft in every round, by the head alone: with

@@ -157,8 +157,7 @@ class SpeculativeOptions(DecodingOptions):
     drafter: str | None = None
     """A source of drafts that needs no head: history (what followed before, in the text and in
     earlier answers), prompt-lookup (in the text alone), retrieval:FOLDER (in what `headstart
-    datastore` made, too), ngram:ORDER, model:NAME (a smaller model); beside a head, one of the
-    first three."""
+    datastore` made, too), model:NAME (a smaller model); beside a head, one of the first three."""
     adaptive: bool = True
     """Time steps without drafts too, and draft only where that is faster; false to draft always."""
     seed: int = 0

@@ -311,7 +311,6 @@ DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
     **{kind: with_head(kind) for kind in sorted(HEADS)},
     "prompt-lookup": lambda *_: {"drafter": "prompt-lookup"},
     "retrieval": retrieval,
-    "n-grams": lambda *_: {"drafter": "ngram:2"},
     "model": draft_model,
     "head and history": with_head("eagle", drafter="history"),
     "one's own": lambda *_: {"drafter": OnesOwn()},

@@ -117,6 +117,12 @@ def written_alone(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> li
     return output[0, len(prompt) :].tolist()
 
 
+def other_model(target: Target, layers: int = 1) -> Target:
+    """A random model with a target's vocabulary: as a drafter it is right by chance alone."""
+    model = build_model(target.info.vocab_size, seed=3, layers=layers, dtype=target.dtype)
+    return Target(model.to(target.device).requires_grad_(False))
+
+
 def head_for(target: Target, kind: str, **options: Any) -> DraftHead:
     """An untrained head on the CPU, initialized from the target so that its drafts vary."""
     torch.manual_seed(0)

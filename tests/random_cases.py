@@ -57,7 +57,7 @@ def cases(**more: Any) -> Any:
             **more,
             "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
             "side": st.sampled_from(["left", "right"]),
-            "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup", "ngram:2"]),
+            "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup"]),
             "tree": st.sampled_from([*CHAINS[:2], *TREES, *CHAINS[2:]]),
             "seed": st.sampled_from([None, None, 1]),
             "shape": st.integers(0, 999),

@@ -33,9 +33,7 @@ from .draft_model import AssistantModel, mask_token
 from .early_exit import EarlyExitChain
 from .history import HistoryDrafter
 from .model_rows import DraftModel
-from .ngram_model import NgramModel
-from .on_host import HostDrafter
-from .specs import DrafterSpec, History, Ngram, SmallerModel, drafter_spec
+from .specs import DrafterSpec, History, SmallerModel, drafter_spec
 from .text_index import SEPARATOR, TextIndex
 from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
 from .validated import validated
@@ -47,8 +45,6 @@ MODEL_TREE = "chain:4"
 """What a second model drafts if no tree is named."""
 PARALLEL_TREE = "chain:8"
 """What a parallel draft model drafts if no tree is named: as many tokens as PARD trains."""
-NGRAM_TREE = "chain:3"
-"""What an n-gram model drafts if no tree is named."""
 
 
 def make_drafter(
@@ -66,9 +62,9 @@ def make_drafter(
         target: the model whose tokens are drafted.
         source: a drafter without a head; with a head, a history that takes turns with it. None
             with a head and `adaptive` is such a history, too.
-        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams, a
-            smaller model). "auto" for the head's fastest tree on this machine, or trees to choose
-            from, for which the cost of rounds is measured if it is not known.
+        tree: what the head drafts, or, without one, a smaller model. "auto" for the head's fastest
+            tree on this machine, or trees to choose from, for which the cost of rounds is measured
+            if it is not known.
         head: a head that fits the target.
         metadata: what the head's checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
@@ -238,11 +234,11 @@ def assistants(drafter: BatchDrafter) -> list[Target]:
 
 
 def _from_source(
-    spec: Ngram | SmallerModel | Drafter | Target | PreTrainedModel,
+    spec: SmallerModel | Drafter | Target | PreTrainedModel,
     target: Target,
     tree: TreeSpec,
 ) -> BatchDrafter:
-    """A drafter without a head, whose tree is `tree` if it has probabilities."""
+    """A drafter without a head, whose tree is `tree` if it is a smaller model."""
     # 1. A smaller model, loaded or by its name, in the target's dtype and on its device.
     if isinstance(spec, PreTrainedModel):
         spec = Seq2SeqTarget(spec) if is_encoder_decoder(spec) else Target(spec)
@@ -252,13 +248,7 @@ def _from_source(
         spec = kind.load(spec.name, target.dtype, target.device, options=hub)
     if isinstance(spec, Target):
         return _assistant(spec, target, tree)
-    # 2. A model that counts, on the host.
-    if isinstance(spec, Ngram):
-        tree = NGRAM_TREE if tree == "auto" else tree
-        counting = NgramModel(target.info, spec.order, _deepest(tree))
-        drafter = tree_drafter(counting, tree, target.draft_modules)
-        return drafter if target.device.type == "cpu" else HostDrafter(drafter)
-    # 3. A drafter of the user's own.
+    # 2. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
             f"tree {tree!r} was given with a drafter that is made already; make it with that tree"

@@ -42,7 +42,6 @@ from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
 from .base import DraftContext, PrefillChunk
 from .draft_model import AssistantModel
-from .ngram_model import NgramModel
 from .round import Round
 
 CHUNK_TOKENS = MOST_NEW_TOKENS
@@ -53,9 +52,9 @@ PENDING_TOKENS = 8192
 ModelState = Any
 """State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and
 `replace`."""
-DraftModel = DraftHead | AssistantModel | NgramModel
-"""Next-token logits, depth by depth: a head, or a model with the part of its interface that
-drafting needs."""
+DraftModel = DraftHead | AssistantModel
+"""Next-token logits, depth by depth: a head, or a smaller model with the part of its interface
+that drafting needs."""
 Watcher = Callable[[Tensor, Tensor, Tensor], None]
 """Shown each expansion: tokens [B, W], parents [B, W] and logits [B, W, D]."""
 

@@ -14,14 +14,14 @@ SPECS = {
     "history": "history[:NODES[:LENGTH]]",
     "prompt-lookup": "prompt-lookup[:NODES[:LENGTH]]",
     "retrieval": "retrieval:FOLDER[:NODES[:LENGTH]]",
-    "ngram": "ngram[:ORDER]",
     "model": "model:NAME",
 }
 """How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
 model. prompt-lookup is a history of the text alone, retrieval one with a corpus."""
 REMOVED = {
     "lookahead": "history, which is faster and drafts by default beside a head",
-    "random": "ngram:0, tokens drawn uniformly",
+    "ngram": "history, which drafts what followed the newest tokens before",
+    "random": "history",
 }
 """Drafters of earlier versions, and what takes their place."""
 
@@ -42,14 +42,6 @@ class History:
 
 
 @dataclass(frozen=True)
-class Ngram:
-    """An n-gram model of the text."""
-
-    order: int = 3
-    """Length of its n-grams; 0 for tokens that are drawn uniformly, which chance alone accepts."""
-
-
-@dataclass(frozen=True)
 class SmallerModel:
     """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself.
 
@@ -61,7 +53,7 @@ class SmallerModel:
     """A folder or a Hub id."""
 
 
-DrafterSpec = History | Ngram | SmallerModel
+DrafterSpec = History | SmallerModel
 """A drafter without a head."""
 
 
@@ -82,14 +74,6 @@ def drafter_spec(text: str) -> DrafterSpec:
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
         return History(*_nodes_and_length(name, numbers), folder=folder)
-    if name == "ngram":
-        folder = options.partition(":")[2]
-        if folder:
-            raise ValueError(
-                f"the drafter {text!r} is gone: n-grams of a corpus are no longer counted; take"
-                f" retrieval:{folder}, which drafts what followed the newest tokens there"
-            )
-        return Ngram(*_numbers(name, options, most=1))
     if name in REMOVED:
         raise ValueError(f"the drafter {text!r} is gone; take {REMOVED[name]}")
     if name == "model":

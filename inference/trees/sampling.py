@@ -58,13 +58,6 @@ class RandomSampler:
         """Give each row of the batch its numbers."""
         return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
 
-    def on_host(self) -> RandomSampler:
-        """A sampler for tensors on the host, seeded from this one."""
-        if self.generator is None or self.generator.device.type == "cpu":
-            return self
-        seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
-        return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
-
     def from_start(self) -> RandomSampler:
         """A sampler that repeats the numbers, if they are precomputed; else this one."""
         return self

@@ -31,7 +31,6 @@ DRAWN = {
     "stop:0.05:drawn:chain:3": ("block",),
     "dynamic:8:3:2": ("point_mass", "typical"),
 }
-SOURCES = ("prompt-lookup", "ngram:2", "ngram:0")
 SETTINGS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},
@@ -105,24 +104,18 @@ def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize(
-    ("word", "beside"),
-    [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")],
-)
-def test_every_source_drafts_what_it_drafts_on_the_cpu(on_cpu, there, device, word, beside):
+@pytest.mark.parametrize("beside", [None, "medusa", "eagle3"])
+def test_a_lookup_drafts_what_it_drafts_on_the_cpu(on_cpu, there, device, beside):
     tree = "auto" if beside is None else "dynamic:6:3:2"
-    here, away = both(on_cpu, there, True, beside, word, tree=tree, adaptive=False)
+    here, away = both(on_cpu, there, True, beside, "prompt-lookup", tree=tree, adaptive=False)
     repeating = torch.tensor(
         [[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]]
     )
     expected = text(here, repeating)
     found = text(away, repeating.to(device))
     assert torch.equal(found.sequences.cpu(), expected.sequences)
-    if word == "prompt-lookup":
-        # A match that follows a step that was launched ahead is drafted from one round later.
-        assert 1 < found.stats.acceptance_length <= expected.stats.acceptance_length
-    else:
-        assert found.stats.acceptance_length == expected.stats.acceptance_length
+    # A match that follows a step that was launched ahead is drafted from one round later.
+    assert 1 < found.stats.acceptance_length <= expected.stats.acceptance_length
     there.compile(False)
 
 

@@ -41,7 +41,6 @@ CASES = {
         148,
     ),
     "prompt lookup": ({"drafter": "prompt-lookup"}, 74),
-    "n-grams": ({"drafter": "ngram:2"}, 42),
     "a second model": ({"drafter": "model"}, 47),
 }
 """What decodes, and how many operations of a round are its own, at most: those of the forwards of

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import EachRound
+from helpers import EachRound, other_model
 from transformers import (
     BatchEncoding,
     LlamaConfig,
@@ -176,9 +176,7 @@ def in_training(dropout=0.3):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize(
-    "spec", [{}, {"drafter": "prompt-lookup"}, {"drafter": "ngram", "tree": "branch:2x2"}]
-)
+@pytest.mark.parametrize("spec", [{}, {"drafter": "prompt-lookup"}])
 def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(
     checkpointing, compile, spec
 ):
@@ -236,7 +234,7 @@ def default_dtype():
 
 
 @pytest.mark.parametrize(("compile", "default"), [(False, torch.float64), (True, torch.bfloat16)])
-@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "ngram"])
+@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "model"])
 def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compile, default):
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
     sampled = given | {"do_sample": True}
@@ -244,8 +242,9 @@ def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compi
     options = {"eagle3": {"feature_layers": [0, -1]}}.get(kind, {})
 
     def texts():
-        draft = {"drafter": kind} if kind not in HEADS else {}
+        draft = {"drafter": tools.other_model(target) if kind == "model" else kind}
         if kind in HEADS:
+            draft["drafter"] = None
             draft["head"] = tools.head_for(target, kind, **options)
         lm = SpeculativeLM.from_pretrained(target, adaptive=False, compile=compile, **draft)
         draws = torch.Generator().manual_seed(0)
@@ -297,7 +296,7 @@ DRAFTERS = {
     "drawn": {"head": "eagle3", "tree": "drawn:chain:3"},
     "adaptive": {"head": "eagle3", "adaptive": True},
     "lookup": {"drafter": "prompt-lookup"},
-    "counts": {"drafter": "ngram"},
+    "model": {"drafter": "model"},
     "head and lookup": {"head": "eagle3", "tree": "chain:2", "drafter": "prompt-lookup"},
 }
 
@@ -311,6 +310,8 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
         head = build_head("eagle3", {"depth": 4, "feature_layers": [0, -1]}, target.info).double()
         head.initialize(target.modules, torch.arange(VOCAB) + 1)
         spec["head"] = head
+    if spec.get("drafter") == "model":
+        spec["drafter"] = other_model(target)
     lm = SpeculativeLM.from_pretrained(target, **spec)
     other = (ROW + 5) % VOCAB
     batch = torch.cat([ROW, other, ROW.flip(1)])
@@ -381,7 +382,7 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
         one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN)
     )
     model.train()
-    lm = SpeculativeLM.from_pretrained(model, drafter="ngram", adaptive=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
         lm.generate(changed(VOCAB), **PLAIN)
     streamer = Calls(
@@ -392,7 +393,9 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
     )
     assert torch.equal(streamer.found[0], two)
     inner = Calls(
-        lambda: model.generate(long, custom_generate=custom_generate(drafter="ngram"), **PLAIN)
+        lambda: model.generate(
+            long, custom_generate=custom_generate(drafter="prompt-lookup"), **PLAIN
+        )
     )
     assert torch.equal(
         lm.generate(short, attention_mask=mask, streamer=inner, **PLAIN).sequences, one
@@ -407,7 +410,7 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     expected = [
         model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)
     ]
-    method, written = custom_generate(drafter="ngram", adaptive=False), {}
+    method, written = custom_generate(drafter="prompt-lookup", adaptive=False), {}
     begun, second_waits, check = threading.Event(), threading.Event(), speculative_lm.check_size
 
     def waiting(*arguments):

@@ -38,9 +38,11 @@ def embedded(page):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.8}, {"drafter": "ngram:0", "tree": "branch:2x2"}]
+    "options", [{}, {"temperature": 0.8}, {"drafter": "model:{}", "tree": "branch:2x2"}]
 )
-def test_the_page_shows_the_prompt_beside_plain_decoding(config, tmp_path, options):
+def test_the_page_shows_the_prompt_beside_plain_decoding(config, target_folder, tmp_path, options):
+    if "drafter" in options:
+        options = {**options, "drafter": options["drafter"].format(target_folder)}
     (trace,) = trace_prompts(config(**options))
     data = embedded((tmp_path / "trace.html").read_text(encoding="utf-8"))
     assert data["rounds"] == trace.data["rounds"] and PROMPT in data["prompt"]
@@ -69,7 +71,7 @@ def test_a_head_drafts_a_tree_in_every_round(config, target_folder, tmp_path, to
     assert all(len(found["nodes"]) == 3 for found in chain.data["rounds"])
 
 
-def test_a_report_of_several_prompts(config, tmp_path, capsys):
+def test_a_report_of_several_prompts(config, target_folder, tmp_path, capsys):
     rows = [
         {"messages": [{"role": "user", "content": f"{word} [/red] <b> " * 3}]}
         for word in ("a", "b", "c")
@@ -79,7 +81,7 @@ def test_a_report_of_several_prompts(config, tmp_path, capsys):
         "prompts": [str(tmp_path / "prompts.jsonl")],
         "limit": 2,
         "report": True,
-        "drafter": "ngram:2",
+        "drafter": f"model:{target_folder}",
     }
     traces = trace_prompts(config(**options))
     page, shown = (tmp_path / "trace.html").read_text(encoding="utf-8"), capsys.readouterr().out

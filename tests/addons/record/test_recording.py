@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EachRound
+from helpers import EachRound, other_model
 from messages import refused
 from safetensors.torch import load_file, save_file
 
@@ -42,7 +42,9 @@ def model_with(target, drafter, tree="chain:3", **options):
     options = {"tree": tree, "adaptive": False, "lossy": True, **options}
     if drafter in ("prompt-lookup", "plain"):
         options["tree"] = "auto"
-    if drafter not in HEADS:
+    if drafter == "model":
+        drafter = other_model(target)
+    if not isinstance(drafter, str) or drafter not in HEADS:
         return SpeculativeLM.from_pretrained(
             target, drafter=None if drafter == "plain" else drafter, **options
         )
@@ -115,7 +117,7 @@ PAIRS = [
     ("eagle3", "exact, sampled trees", "padded"),
     ("prompt-lookup", "greedy", "padded"),
     ("prompt-lookup", "exact", "slots"),
-    ("ngram:2", "exact, sampled trees", "slots"),
+    ("model", "exact, sampled trees", "slots"),
     ("plain", "greedy", "slots"),
     ("plain", "exact", "padded"),
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import build_model
+from helpers import build_model, other_model
 from messages import refused
 
 from headstart.addons.trace import Trace, trace
@@ -132,7 +132,7 @@ def test_long_texts_are_traced(tokenizer, tokens):
     model = build_model(layers=1)
     model.config.max_position_embeddings = 8192
     target = Target(model.requires_grad_(False))
-    lm = SpeculativeLM(target, make_drafter(target, "ngram:0", tree="branch:2x1"))
+    lm = SpeculativeLM(target, make_drafter(target, other_model(target), tree="branch:2x1"))
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": tokens, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
     output, traced = trace(

@@ -327,7 +327,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, family, acceptance):
     prompt = torch.tensor([1, 2, 1])
 
     def run(draw):
-        drafter = make_drafter(target, "ngram:2", tree)
+        drafter = make_drafter(target, tools.other_model(target), tree)
         rule = choose_rule(acceptance, drafter.kind, lossy=False)
         return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
 

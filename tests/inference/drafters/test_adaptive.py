@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import Useless
+from helpers import Useless, other_model
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape
@@ -193,14 +193,15 @@ def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
 
 
 @pytest.mark.parametrize("tree", ["chain:1|chain:3", "auto"])
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "ngram:2", None])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "model", None])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_everything_adapts(target, tree, drafter, slots):
     """A hybrid, a choice of trees, a source: whatever is drafted, and wherever rows begin and
     end."""
     if drafter == "prompt-lookup" and tree != "auto":
         tree = "chain:1|chain:3"
-    head = None if drafter == "ngram:2" else a_head(target)
+    head = None if drafter == "model" else a_head(target)
+    drafter = other_model(target) if drafter == "model" else drafter
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, drafter=drafter)
     if drafter != "prompt-lookup" or head is not None:
         assert adaptive_of(lm).plain
@@ -223,7 +224,7 @@ def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
     for options in (
         {"head": head},
         {"head": head, "tree": "chain:2"},
-        {"drafter": "ngram:2"},
+        {"drafter": other_model(target)},
         {"drafter": Useless()},
     ):
         assert adaptive_of(SpeculativeLM.from_pretrained(target, **options))
@@ -254,7 +255,7 @@ def test_a_drafter_by_object_takes_no_tree(target):
 
 def test_trees_that_do_not_go_together_are_refused(target):
     with pytest.raises(ValueError, match="different rules"):
-        make_drafter(target, "ngram:2", "chain:2|drawn:chain:2")
+        make_drafter(target, target, "chain:2|drawn:chain:2")
     trees = [
         SpeculativeLM.from_pretrained(
             target, a_head(target), tree="chain:1", adaptive=False
@@ -284,7 +285,9 @@ def test_a_seeded_text_does_not_hang_on_the_clock(target, pay, slots):
             rows, generator=torch.Generator().manual_seed(4), max_batch_size=slots, **settings
         )
 
-    lm = SpeculativeLM.from_pretrained(target, drafter="ngram:0", tree="chain:2|branch:3x2")
+    lm = SpeculativeLM.from_pretrained(
+        target, drafter=other_model(target), tree="chain:2|branch:3x2"
+    )
     lm.drafter.clock = clock = Wound(lm.drafter, pay)
     found = text(lm)
     assert torch.equal(found.sequences, text(SpeculativeLM(target)).sequences)
@@ -310,9 +313,9 @@ class Wound:
 def test_of_drawn_trees_sampling_takes_the_first_each_round(target, tree):
     """Their text hangs on their shape, so the clock may not choose; greedy decoding picks, and
     may."""
-    lm = SpeculativeLM.from_pretrained(target, drafter="ngram:0", tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, drafter=other_model(target), tree=tree)
     alone = SpeculativeLM.from_pretrained(
-        target, drafter="ngram:0", tree="drawn:chain:2", adaptive=False
+        target, drafter=other_model(target), tree="drawn:chain:2", adaptive=False
     )
     row = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 40, "do_sample": True}

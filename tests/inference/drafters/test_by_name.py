@@ -3,7 +3,6 @@ what its spec says."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 
@@ -24,12 +23,10 @@ from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.datastore import TOKENS_FILE, read_datastore, write_datastore
 from headstart.inference.drafters.history import HistoryDrafter
-from headstart.inference.drafters.ngram_model import NgramIndex, NgramModel
 from headstart.inference.drafters.specs import (
     REMOVED,
     SPECS,
     History,
-    Ngram,
     SmallerModel,
     drafter_spec,
 )
@@ -105,15 +102,12 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
 @pytest.mark.parametrize(
     ("word", "tree", "acceptance", "new"),
     [
-        ("ngram:2", "drawn:chain:2", "auto", 3),
-        ("ngram:3", "drawn:chain:1", "token", 3),
-        ("ngram:2", "drawn:branch:2", "auto", 2),
-        ("ngram:0", "drawn:chain:2", "token", 3),
-        ("ngram:0", "drawn:branch:2", "without_replacement", 2),
         ("model", "drawn:chain:2", "auto", 3),
+        ("model", "drawn:chain:2", "token", 3),
+        ("model", "drawn:branch:2", "without_replacement", 2),
         ("model", "drawn:branch:2", "traversal", 2),
         ("model", "chain:2", "auto", 2),
-        ("ngram:1", "drawn:chain:1|drawn:chain:2", "auto", 2),
+        ("model", "drawn:chain:1|drawn:chain:2", "auto", 2),
         ("prompt-lookup:3:2", "auto", "auto", 3),
         ("hybrid", "chain:1", "auto", 3),
     ],
@@ -133,17 +127,6 @@ def test_what_is_written_has_the_targets_distribution(
     found = tools.every_branch(run)
     for text, weight in tools.exactly(target, prompt, new, 0.8).items():
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
-
-
-def naive_places(texts, gram):
-    """(what follows, to the end of its text) wherever the gram stands."""
-    size = len(gram)
-    return [
-        text[i + size :]
-        for text in texts
-        for i in range(len(text) - size + 1)
-        if text[i : i + size] == list(gram)
-    ]
 
 
 @pytest.mark.parametrize("content", [b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x"])
@@ -169,41 +152,6 @@ def test_a_datastore_holds_its_texts_one_after_the_other(tmp_path):
     assert tokens.tolist() == [1, 2, SEPARATOR, 3, SEPARATOR] and tokenizer == "words"
 
 
-def test_a_running_text_counts_what_a_search_finds():
-    text = NgramIndex(3)
-    tokens = random.Random(2).choices(range(3), k=60)
-    text.append(tokens)
-    for size in range(4):
-        for gram in itertools.product(range(3), repeat=size):
-            naive = [rest for rest in naive_places([tokens], gram) if rest]
-            assert text.following(gram)[1].sum() == len(naive)
-
-
-@pytest.mark.parametrize("order", [0, 1, 2, 3])
-def test_n_gram_probabilities_are_those_of_the_formula(target, order):
-    model = NgramModel(target.info, order, 3)
-    text = NgramIndex(max(order - 1, 0))
-    text.append(corpus()[3] * 2)
-
-    def slow(context, token):
-        """From the longest context down to 1 / V."""
-        if context is None:
-            return 1 / VOCAB
-        shorter = slow(context[1:] if context else None, token)
-        tokens, counts = text.following(context)
-        if len(tokens):
-            here = int(counts[tokens.tolist().index(token)]) if token in tokens else 0
-            return (here + len(tokens) * shorter) / (counts.sum() + len(tokens))
-        return shorter
-
-    for end in range(len(text.tokens) - 4, len(text.tokens)):
-        context = tuple(text.tokens[end - max(order - 1, 0) : end])
-        probs = model.probabilities(text, context)
-        assert probs.sum() == pytest.approx(1) and (probs > 0).all()
-        expected = [slow(context if order else None, token) for token in range(VOCAB)]
-        np.testing.assert_allclose(probs, expected)
-
-
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
@@ -213,8 +161,6 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order):
         ("prompt_lookup:5", History(5, earlier=False)),
         ("retrieval:store", History(folder="store")),
         ("retrieval:a:b:9", History(nodes=9, folder="a:b")),
-        ("ngram", Ngram()),
-        ("ngram:0", Ngram(order=0)),
         ("model:org/small", SmallerModel("org/small")),
     ],
 )
@@ -228,8 +174,6 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
     small = tiny_target(vocab_size=VOCAB, layers=1, seed=3)
     for drafter, expected in (
         (History(nodes=5, earlier=False), "prompt-lookup:5"),
-        (Ngram(order=2), "ngram:2"),
-        (Ngram(order=0), "ngram:0"),
         (small, None),
         (small.model, None),
     ):
@@ -246,17 +190,15 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
 
 def test_several_trees_are_a_list_of_objects_or_text(target):
     objects = [TreeShape.chain(2), DynamicShape(6, 2, 2)]
-    drafters = [
-        make_drafter(target, "ngram:2", tree) for tree in (objects, "chain:2|dynamic:6:2:2")
-    ]
+    drafters = [make_drafter(target, target, tree) for tree in (objects, "chain:2|dynamic:6:2:2")]
     assert repr(drafters[0]) == repr(drafters[1]) and len(drafters[0].trees) == 2
-    assert repr(make_drafter(target, "ngram:2", objects[:1])) == repr(
-        make_drafter(target, "ngram:2", "chain:2")
+    assert repr(make_drafter(target, target, objects[:1])) == repr(
+        make_drafter(target, target, "chain:2")
     )
-    assert make_drafter(target, "ngram:2", [[0], [0, 0]]).max_nodes == 3
+    assert make_drafter(target, target, [[0], [0, 0]]).max_nodes == 3
 
 
-@pytest.mark.parametrize("word", ["prompt-lookup", "retrieval", "ngram:2"])
+@pytest.mark.parametrize("word", ["prompt-lookup", "retrieval"])
 def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     """From the prompt's first token on, prompts of one token too."""
     lm = SpeculativeLM(target, source(word, target, tiny_target))
@@ -266,12 +208,8 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
             .sequences[0]
             .tolist()
         )
-        if isinstance(lm.drafter, HistoryDrafter):
-            text = lm.drafter.rows[0].text
-            assert text.last(text.end)[: len(written)] == written
-            continue
-        texts = lm.drafter.rows.catch_up().texts
-        assert texts[0].tokens[: len(written)] == written
+        text = lm.drafter.rows[0].text
+        assert text.last(text.end)[: len(written)] == written
 
 
 def test_a_fresh_drafter_is_independent(target, tiny_target):
@@ -281,11 +219,9 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
         if word == "model":
             cache = drafter.rows.progress.state.cache
             return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
-        if isinstance(drafter, HistoryDrafter):
-            return [row.text.last(99) for row in drafter.rows]
-        return [list(text.tokens) for text in drafter.rows.progress.state.texts]
+        return [row.text.last(99) for row in drafter.rows]
 
-    for word in ("prompt-lookup", "retrieval", "hybrid", "ngram:2", "model"):
+    for word in ("prompt-lookup", "retrieval", "hybrid", "model"):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
@@ -303,9 +239,8 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
         ("prompt-lookup:1", "at least 2 nodes"),
         ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
         ("lookahead:2:3:2", "the drafter 'lookahead:2:3:2' is gone; take history"),
-        ("random", "the drafter 'random' is gone; take ngram:0"),
-        ("ngram:3:store", "no longer counted; take retrieval:store"),
-        ("ngram:99", "an order from 0 to 16, not 99"),
+        ("random", "the drafter 'random' is gone; take history"),
+        ("ngram:3", "the drafter 'ngram:3' is gone; take history"),
         ("prompt-lookup:12:10:3", r"not understood; it is written prompt-lookup\[:NODES"),
         ("retrieval", "needs a datastore"),
         ("retrieval:nowhere", "no datastore in 'nowhere'"),

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import Ended
+from helpers import Ended, other_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 from headstart.files import cache_folder
@@ -249,7 +249,7 @@ def in_drafters(target):
         "hybrid": SpeculativeLM.from_pretrained(target, head, drafter="prompt-lookup"),
         "fallback": SpeculativeLM.from_pretrained(target, head, adaptive=True),
         "lookup": SpeculativeLM.from_pretrained(target, drafter="prompt-lookup"),
-        "ngram": SpeculativeLM.from_pretrained(target, drafter="ngram"),
+        "model": SpeculativeLM.from_pretrained(target, drafter=other_model(target)),
         "plain": SpeculativeLM.from_pretrained(target),
     }
 

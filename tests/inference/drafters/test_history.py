@@ -273,9 +273,9 @@ def test_what_does_not_fit_is_refused(target, head):
     with pytest.raises(ValueError, match="at least 2 nodes"):
         HistoryDrafter(nodes=1)
     with pytest.raises(ValueError, match="top-k"):
-        HistoryDrafter(other=make_drafter(target, "ngram:0", "drawn:chain:2"))
+        HistoryDrafter(other=make_drafter(target, target, "drawn:chain:2"))
     with pytest.raises(ValueError, match="one that looks things up"):
-        SpeculativeLM.from_pretrained(target, head, drafter="ngram")
+        SpeculativeLM.from_pretrained(target, head, drafter="model:small")
     sampled = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2")
     assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())
 

@@ -184,7 +184,7 @@ def test_drafts_end_at_the_last_position(tools, name):
     lm = SpeculativeLM(Target(model), tools.Oracle(TreeShape.chain(9), [truth], VOCAB, wrong=0.0))
     assert decoded(lm, [prompt], 12)[0] == [truth]
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="ngram:0", tree="drawn:chain:5", adaptive=False, compile=False
+        model, drafter=model, tree="drawn:chain:5", adaptive=False, compile=False
     )
     assert len(decoded(lm, [prompt], 12, do_sample=True)[0][0]) == 12
 

@@ -155,7 +155,7 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
         ValueError,
         match="checks chains alone, so the nodes of a tree cannot be placed; choose chain",
     ):
-        SpeculativeLM(target, make_drafter(target, "ngram:0", "branch:2x2")).generate(
+        SpeculativeLM(target, make_drafter(target, target, "branch:2x2")).generate(
             source(4), max_new_tokens=3
         )
     assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable

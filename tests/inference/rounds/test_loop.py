@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import other_model
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.trees.sampling import PrecomputedSampler
@@ -28,7 +29,12 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
     wide = "sampled_without_replacement" in RULES[rule].kinds
     for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
         lm = SpeculativeLM.from_pretrained(
-            target, drafter="ngram:0", tree=tree, acceptance=rule, lossy=True, adaptive=False
+            target,
+            drafter=other_model(target),
+            tree=tree,
+            acceptance=rule,
+            lossy=True,
+            adaptive=False,
         )
         row = torch.arange(9)[None].expand(2, -1)
         settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import head_for, limited, padded_batch, written_alone
+from helpers import head_for, limited, other_model, padded_batch, written_alone
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -58,8 +58,7 @@ MODELS = {
 """By what limits the target."""
 DRAFTERS = (
     "prompt-lookup",
-    "ngram:2",
-    "ngram:0",
+    "model",
     "head",
     "head and lookup",
     "mine",
@@ -127,8 +126,10 @@ def decoder(target, drafter, limit):
         return SpeculativeLM.from_pretrained(
             target, head, tree=tree, drafter="prompt-lookup", adaptive=False
         )
-    if drafter.startswith("ngram"):
-        return SpeculativeLM.from_pretrained(target, drafter=drafter, tree=tree, adaptive=False)
+    if drafter == "model":
+        return SpeculativeLM.from_pretrained(
+            target, drafter=other_model(target), tree=tree, adaptive=False
+        )
     return SpeculativeLM.from_pretrained(target, drafter=drafter, adaptive=False)
 
 

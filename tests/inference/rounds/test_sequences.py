@@ -25,7 +25,6 @@ HEADS = {
     "eagle3": {"depth": 3, "feature_layers": [0, -1]},
     "mtp": {"depth": 3, "num_layers": 3},
 }
-SOURCES = ("prompt-lookup", "ngram:2")
 TURNS = [
     ("goes on", [4, 5, 6, 7]),
     ("goes on", [1]),
@@ -80,7 +79,7 @@ def turn(lm, text, past=None, **settings):
     return lm.generate(torch.tensor([text]), past_key_values=past, **settings)
 
 
-@pytest.mark.parametrize("kind", [*HEADS, *SOURCES, "a model", None])
+@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "a model", None])
 def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind):
     lm, fresh, past = decoder(target, kind), decoder(target, kind), Conversation()
     read, original = [], target.engine.read_chunk

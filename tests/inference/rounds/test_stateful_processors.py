@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import padded_batch, written_alone
+from helpers import other_model, padded_batch, written_alone
 from transformers import (
     InfNanRemoveLogitsProcessor,
     LogitsProcessor,
@@ -402,9 +402,9 @@ def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(
         for row, one in zip(prompts, grammars)
     ]
     for spec in (
-        {"head": None, "drafter": "ngram:0"},
+        {"head": None, "drafter": other_model(target)},
         {"drafter": "prompt-lookup"},
-        {"drafter": "ngram", "tree": "branch:2x2"},
+        {"drafter": other_model(target), "tree": "branch:2x2"},
     ):
         lm = SpeculativeLM.from_pretrained(target, adaptive=False, **spec)
         given["logits_processor"] = [Grammar(list(grammars))]
@@ -421,7 +421,7 @@ def test_the_example_of_the_documentation(tiny_target, tokenizer):
     (block,) = re.findall(r"```python\n(import xgrammar.*?)```", page, re.DOTALL)
     target = tiny_target(dtype=torch.float32)
     target.model.generation_config.eos_token_id = target.model.generation_config.pad_token_id = 257
-    lm = SpeculativeLM.from_pretrained(target, drafter="ngram", adaptive=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="history", adaptive=False)
     inputs = tokenizer("wind?", return_tensors="pt")
     names = {
         "lm": lm,
