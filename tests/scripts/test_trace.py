@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -120,16 +119,3 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with refused("written"):
         trace_prompts(config())
-
-
-def test_a_full_disk_leaves_the_file_of_before(config, tmp_path, monkeypatch):
-    (tmp_path / "trace.html").write_text("before")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with refused("trace.html: space", error=OSError):
-        trace_prompts(config())
-    assert (tmp_path / "trace.html").read_text() == "before"
-    assert not list(tmp_path.glob(".trace*"))
