@@ -244,7 +244,7 @@ def is_refusal(error: Exception) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1]
     packages = [ROOT / name for name in ("heads", "inference", "train", "package")]
     return isinstance(error, ValueError) and any(
-        Path(last.filename).is_relative_to(place) for place in packages
+        Path(last.filename).resolve().is_relative_to(place) for place in packages
     )
 
 
@@ -265,8 +265,8 @@ def outcome_of(error: Exception) -> str:
     return "refused" if is_refusal(error) else "error"
 
 
-def census(name: str, heads: bool = True) -> Record:
-    """The record of a type or variant; without `heads`, by prompt lookup and true texts alone."""
+def census(name: str) -> Record:
+    """The record of a type or variant."""
     kind = {**tiny_models.causal_types(), **tiny_models.multimodal_types()}[name.split("@")[0]]
     record = Record(name, kind, "")
     try:
@@ -288,7 +288,7 @@ def census(name: str, heads: bool = True) -> Record:
         record.outcome = "chains" if chains_only else "trees"
     except Exception as error:
         record.outcome, record.reason = outcome_of(error), in_words(error)
-    if heads and record.outcome in ("trees", "chains"):
+    if record.outcome in ("trees", "chains"):
         _with_a_head(record, target, plain)
         record.folder = _from_a_folder(target, plain[0].prompts[0])
     return record

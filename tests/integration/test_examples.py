@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import helpers
@@ -24,7 +23,6 @@ from headstart.scripts.command_line import options
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
 CARDS = sorted((ROOT / "examples").glob("*/README.md"))
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def test_the_example_prompts_cover_the_categories() -> None:
@@ -72,34 +70,6 @@ def test_a_card_names_no_model_that_a_server_cannot_load() -> None:
     for card in CARDS:
         commands = re.findall(r"```bash\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
         assert len(commands) == 3 and not any("package:" in command for command in commands)
-
-
-def test_there_are_configs() -> None:
-    assert CONFIGS
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
-    config = options(
-        ServedTrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"]
-    )
-    assert config.data.sources == ["x.jsonl"]
-    assert config.target and config.output.startswith("runs/")
-    given = {name: value for name, value in config.head.items() if name != "type"}
-    target = replace(helpers.INFO, hidden_size=64, vocab_size=50_000, num_layers=30)
-    head = build_head(config.head["type"], given, target)
-    for name, value in given.items():
-        assert getattr(head.config, name) == value
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_config_takes_overrides_and_no_unknown_option(path: Path) -> None:
-    arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
-    assert (
-        options(ServedTrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
-    )
-    with pytest.raises(ValueError, match=r"unknown option --optim\.learning_rate"):
-        options(ServedTrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
 
 
 SERVING = ROOT / "examples" / "serving"

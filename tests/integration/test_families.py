@@ -193,30 +193,6 @@ def test_a_head_starts_from_a_block_of_its_own_computation_alone(family):
         head.initialize(target.modules, torch.ones(VOCAB))
 
 
-def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
-    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-    for build_model, message in [
-        (
-            lambda: tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4)),
-            "MambaForCausalLM .*one by one .*cannot be verified",
-        ),
-        (
-            lambda: tf.T5ForConditionalGeneration(
-                tf.T5Config(
-                    vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
-                )
-            ),
-            "encoder-decoder",
-        ),
-        (
-            lambda: tf.RwkvForCausalLM(tf.RwkvConfig(**small, attention_hidden_size=32)),
-            "RwkvForCausalLM keeps its recurrent state in .*cannot be put back",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Target(build_model()).check_decoding()
-
-
 def test_flex_attention_gets_the_same_mask():
     """Its kernels run on GPUs; here the mask is compared with the additive one."""
     target = build("gemma3, alternating")

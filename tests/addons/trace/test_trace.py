@@ -64,7 +64,8 @@ def test_the_page_loads_nothing(trace):
         addresses = set(re.findall(r"https?://[^\s\"']*", text))
         assert addresses <= {"http://www.w3.org/2000/svg"}  # a namespace, which nobody opens
         assert not re.search(
-            r"@import|innerHTML|insertAdjacentHTML|document\.write|fetch\(|XMLHttpRequest|url\(", text
+            r"@import|innerHTML|insertAdjacentHTML|document\.write|fetch\(|XMLHttpRequest|url\(",
+            text,
         )
 
 
