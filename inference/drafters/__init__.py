@@ -1,1 +1,1 @@
-"""Drafters propose draft trees: heads, a second model, lookup, n-grams, or an adaptive choice."""
+"""Drafters propose draft trees: heads, a second model, a history, or an adaptive choice."""
