@@ -4,6 +4,7 @@
     python benchmarks/memory_plan.py --launch fsdp2:2  # one launch
     python benchmarks/memory_plan.py --launch 8b       # a head for a target of 8 billion
                                                        # parameters, without the target
+    python benchmarks/memory_plan.py --launch one --length 8192 --head medusa
 
 A head of 55 million parameters, in float32, so that it outweighs what Python and torch take. Memory
 is the resident set (VmHWM, set back by /proc/self/clear_refs) less what the process had before it
@@ -46,11 +47,14 @@ LAUNCHES = ("one", "ddp:2", "zero1:2", "zero2:2", "fsdp2:2")
 STORED = "8b"
 """The launch of one process whose target is not loaded."""
 MIB = 2**20
+SHORT = 64
+"""Tokens of a row; longer rows are read one at a time."""
 MOMENTS = ("training", "evaluation", "saving")
 
 
-def make_inputs(folder: Path) -> None:
-    """Write a random target of two blocks, whose head is larger than itself, and rows of tokens."""
+def make_inputs(folder: Path, length: int) -> None:
+    """Write a random target of two blocks, whose head is larger than itself, and rows of `length`
+    tokens."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=2048,
@@ -59,12 +63,12 @@ def make_inputs(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=12,
         num_key_value_heads=4,
-        max_position_embeddings=256,
+        max_position_embeddings=max(256, 2 * length),
         bos_token_id=None,
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "target")
-    rows = [[2 + (7 * row + place) % 2000 for place in range(64)] for row in range(17)]
+    rows = [[2 + (7 * row + place) % 2000 for place in range(length)] for row in range(17)]
     make_rows(folder, folder / "target", rows)
 
 
@@ -78,7 +82,7 @@ def make_rows(folder: Path, target: Path, rows: list[list[int]]) -> None:
     )
     fast.save_pretrained(target)
     lines = [
-        json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(64)]})
+        json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(len(row))]})
         for row in rows
     ]
     (folder / f"rows-{target.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -159,22 +163,27 @@ def config_of_8b(folder: Path) -> TrainConfig:
     return options(TrainConfig, "train", "", given)
 
 
-def config_of(folder: Path, name: str) -> TrainConfig:
+def config_of(folder: Path, name: str, head: str, length: int) -> TrainConfig:
     """A run of four steps, with an evaluation and a checkpoint at the end."""
+    heads = {
+        "eagle3": {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
+        "medusa": {"type": "medusa", "num_heads": 4, "num_layers": 4},
+    }
     return TrainConfig(
         target=str(folder / "target"),
         output=str(folder / name),
-        head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
+        head=heads[head],
         dtype="float32",
         data=DataConfig(
             sources=[str(folder / "rows-target.jsonl")],
-            max_length=64,
+            max_length=length,
             held_out=0.05,
             cache=str(folder / "rows"),
         ),
         loop=LoopConfig(
             max_steps=4,
             batch_size=4,
+            micro_batch=None if length == SHORT else 1,
             precision="float32",
             log_every=1,
             eval_every=0,
@@ -236,10 +245,12 @@ def measure(job: dict[str, Any]) -> None:
     Path(f"{job['report']}.{os.environ.get('RANK', '0')}").write_text(json.dumps(peaks))
 
 
-def peaks_of(launched: str, folder: Path) -> tuple[dict[str, int], dict[str, float]]:
+def peaks_of(
+    launched: str, folder: Path, head: str, length: int
+) -> tuple[dict[str, int], dict[str, float]]:
     """Planned bytes of a launch, and the largest of its processes' peaks in MiB, by moment."""
     name = launched.replace(":", "-")
-    small = config_of(folder, name)
+    small = config_of(folder, name, head, length)
     config = small
     if launched == STORED:
         make_outer_modules(folder)
@@ -270,6 +281,8 @@ def main(arguments: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--launch", choices=(*LAUNCHES, STORED), help="only this one")
+    parser.add_argument("--head", choices=("eagle3", "medusa"), default="eagle3")
+    parser.add_argument("--length", type=int, default=SHORT, help="tokens of a row")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:
@@ -280,9 +293,9 @@ def main(arguments: list[str]) -> None:
         " |\n|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
-        make_inputs(Path(folder))
+        make_inputs(Path(folder), given.length)
         for launched in [given.launch] if given.launch else LAUNCHES:
-            planned, measured = peaks_of(launched, Path(folder))
+            planned, measured = peaks_of(launched, Path(folder), given.head, given.length)
             for moment in MOMENTS:
                 ratio = measured[moment] * MIB / planned[moment]
                 print(

@@ -83,7 +83,6 @@ CHANGES = {
     "Muon, lr 2e-2": ["optim.name=muon", "optim.lr=2e-2"],
     "linear schedule": ["optim.schedule=linear"],
     "constant after the warm-up": ["optim.schedule=constant_with_warmup"],
-    "EMA 0.95": ["optim.ema=0.95"],
     "batches of 4": ["loop.batch_size=4"],
     "batches of 16": ["loop.batch_size=16"],
     "packed rows": ["data.pack=1024", "loop.batch_size=2"],

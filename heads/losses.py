@@ -6,8 +6,9 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     soft_ce      -sum p log q             p renormalised on the draft vocabulary
                                           (EAGLE-3, arXiv:2503.01840)
     kl           sum p log(p / q)         the same gradient as soft_ce, and 0 where they agree
-    reverse_kl   sum q log(q / p)
-    tv           1 - sum min(p, q)        one minus the acceptance rate of exact verification
+    reverse_kl   sum q log(q / p)         for mixes of speculators, whose rkl it is
+    tv           1 - sum min(p, q)        one minus the acceptance rate of exact verification;
+                                          DSpark is trained on 0.1 ce + 0.9 tv
     lk_alpha     -log sum min(p, q)       (LK losses, arXiv:2602.23881)
     lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then
                  acceptance itself

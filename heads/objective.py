@@ -28,7 +28,8 @@ class Objective:
     depth_weights: str = "decay"
     """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a
     token's log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the
-    true token (arXiv:2605.18810). The losses of NEED_HEAD keep decay."""
+    true token (arXiv:2605.18810), by which speculators and NVIDIA train DFlash. The losses of
+    NEED_HEAD keep decay."""
     decay: float = 0.8
     """Loss weight of a depth relative to the one before, for depth_weights: decay."""
     target_top_k: int | None = None

@@ -31,6 +31,15 @@ RENAMED = {
 }
 """Options, those of groups by dotted names, that had another name before version 0.3, which command
 lines, files and arguments may still have."""
+REMOVED: dict[str, tuple[Any, str]] = {
+    "optim.ema": (
+        0.0,
+        "a moving average of the weights accepted no more tokens (benchmarks/recipes.md); leave it"
+        " out, and optim.schedule lowers the learning rate to the same end",
+    ),
+}
+"""Options of earlier versions that are gone: the value that asked for nothing, which files may
+still have, and what takes the place of any other."""
 Dtype = Literal["fastest", "auto", "float64", "float32", "bfloat16", "float16"]
 
 RESERVED = frozenset(
@@ -102,9 +111,17 @@ def by_new_names(options: Mapping[str, Any], group: str = "", warn: bool = True)
     """Options whose old names (`RENAMED`) have become the new ones, with a warning for each.
 
     `group` is what comes before their names, such as "eval.".
+
+    Raises:
+        ValueError: an option that is gone (`REMOVED`), unless its value asks for nothing.
     """
     renamed = {}
     for name, value in options.items():
+        if f"{group}{name}" in REMOVED:
+            nothing, instead = REMOVED[f"{group}{name}"]
+            if value != nothing:
+                raise ValueError(f"option {group}{name} is gone: {instead}")
+            continue
         new = RENAMED.get(f"{group}{name}")
         if new is not None and warn:
             warnings.warn(f"{group}{name} is called {new} now", FutureWarning, stacklevel=3)

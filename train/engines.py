@@ -206,11 +206,6 @@ def check_engine(engine: str, config: TrainConfig) -> None:
         )
     if engine == "FSDP2" and config.adapter.rank > 0:
         raise ValueError(f"{engine} would shard the adapter inside the target; {whole}")
-    if engine == "FSDP2" and config.optim.ema > 0:
-        raise ValueError(
-            f"{engine} holds no whole weights to average, as optim.ema {config.optim.ema} asks;"
-            f" {whole}"
-        )
 
 
 def requested_engine(accelerator: Accelerator) -> str:

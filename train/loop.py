@@ -33,7 +33,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import record_function
 
 from ..console import ProgressBar, log
@@ -490,8 +489,6 @@ class TrainState:
     """The head as the engine drives it, with the adapter if there is one."""
     adapted: nn.Module | None
     """The target with its adapter, if there is one; the module then runs the target itself."""
-    averaged: AveragedModel | None
-    """The exponential moving average of the head's weights, if optim.ema is set."""
     optimizer: Optimizer
     schedule: LRScheduler
 
@@ -521,11 +518,7 @@ def build_state(
 
     # 3. What a checkpoint holds besides module and optimizer.
     accelerator.register_for_checkpointing(schedule)
-    averaged = None
-    if config.optim.ema > 0:
-        averaged = AveragedModel(inputs.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
-        accelerator.register_for_checkpointing(averaged)
-    return TrainState(run, share, inputs, config, module, adapted, averaged, optimizer, schedule)
+    return TrainState(run, share, inputs, config, module, adapted, optimizer, schedule)
 
 
 @dataclass(frozen=True)
@@ -628,12 +621,10 @@ def gradients(
 
 
 def update(state: TrainState) -> float:
-    """Step the optimizer, the weight average and the schedule; return the step's learning rate."""
+    """Step the optimizer and the schedule; return the step's learning rate."""
     lr = float(state.schedule.get_last_lr()[0])
     with record_function("optimizer"):
         state.optimizer.step()
-    if state.averaged:
-        state.averaged.update_parameters(state.inputs.head)
     state.schedule.step()
     state.optimizer.zero_grad()
     return lr
@@ -650,11 +641,8 @@ def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
     head = inputs.head
     name, _ = head_options(state.config)  # FSDP2 gives the head's class another name
     copy = build_head(name, dataclasses.asdict(head.config), head.target)
-    trained = state.averaged.module if state.averaged else inputs.head
     # An engine may have sharded the weights, so that all processes gather them here.
-    copy.load_state_dict(
-        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
-    )
+    copy.load_state_dict(get_model_state_dict(head, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(dtype_named(state.config.loop.save_dtype))
     if isinstance(target, OuterTarget) and inputs.source is not None:
         return copy, StoredFeatures(target, copy, inputs.source)

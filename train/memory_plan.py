@@ -176,8 +176,6 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
             head, objective_of(config), judged(config, head, tokens), dtype.itemsize, here
         ),
     }
-    if config.optim.ema:
-        memory["optimizer"] += weights
     # Is a checkpoint written in the background while steps go on? DeepSpeed's never is.
     between = config.loop.save_minutes is not None or config.loop.save_every > 0
     copied = 0

@@ -243,11 +243,19 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
-    """Read the options, by dotted names, of a folder's run; empty while it has no checkpoint."""
+    """Read the options, by dotted names, of a folder's run; empty while it has no checkpoint.
+
+    Raises:
+        ValueError: a file of something else, or of a run that used an option that is gone.
+    """
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
-    return by_new_names(flat(read_options(path)), warn=False)
+    options = flat(read_options(path))
+    try:
+        return by_new_names(options, warn=False)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; choose another output folder") from error
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:

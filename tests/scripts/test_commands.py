@@ -363,6 +363,20 @@ def test_old_names_of_options_are_taken_with_a_warning(parsed, tmp_path, command
         assert attrgetter(new)(config) == value
 
 
+def test_an_option_that_is_gone_says_what_takes_its_place(parsed, tmp_path):
+    required = REQUIRED["train"]
+    gone = r"option optim\.ema is gone: .*optim\.schedule"
+    with pytest.raises(ValueError, match=gone):
+        parsed("train", *required, "--optim.ema", "0.9")
+    path = tmp_path / "old.yaml"
+    path.write_text("optim: {ema: 0.9, lr: 0.5}")
+    with pytest.raises(ValueError, match=gone):
+        parsed("train", *required, "--config", str(path))
+    # Files of earlier versions have the value that asked for nothing.
+    path.write_text("optim: {ema: 0.0, lr: 0.5}")
+    assert parsed("train", *required, "--config", str(path)).optim.lr == 0.5
+
+
 @pytest.mark.parametrize("words", [["--config", "smollm2-eagle3"], ["--config=smollm2-eagle3"]])
 def test_a_config_of_headstart_is_taken_by_its_name(parsed, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -39,9 +39,7 @@ EVERY = 5
 @pytest.fixture
 def config(run_options, tmp_path, changed):
     options = run_options(tmp_path / "run", STEPS)
-    return changed(
-        options, loop={"eval_every": 0, "save_every": EVERY, "keep": 4}, optim={"ema": 0.9}
-    )
+    return changed(options, loop={"eval_every": 0, "save_every": EVERY, "keep": 4})
 
 
 def tensors_of(folder):

@@ -77,7 +77,6 @@ REFUSED = [
     (TrainConfig, "adapter.keep_base", -0.5),
     (TrainConfig, "adapter.modules", []),
     (TrainConfig, "adapter.heads_first", 1.5),
-    (TrainConfig, "optim.ema", 1.0),
     (TrainConfig, "eval.prompts", 0),
     # the prefill's token alone: no round, no acceptance length
     (TrainConfig, "eval.max_new_tokens", 1),

@@ -222,39 +222,6 @@ def test_a_broken_file_of_a_run_is_named_by_its_report(run_options, tmp_path, na
     assert "\n" not in str(caught.value)
 
 
-# A running mean of the weights.
-
-
-def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
-    seen, original = [], loop.update
-
-    def update(state):
-        lr = original(state)
-        seen.append(
-            {name: tensor.clone() for name, tensor in state.inputs.head.state_dict().items()}
-        )
-        return lr
-
-    monkeypatch.setattr(loop, "update", update)
-    averaged = last_weights(train(changed(short, optim={"ema": 0.8})))
-    mean = seen[0]
-    for weights in seen[1:]:
-        mean = {name: 0.8 * tensor + 0.2 * weights[name] for name, tensor in mean.items()}
-    for name, tensor in averaged.items():
-        torch.testing.assert_close(tensor, mean[name], msg=name)
-        assert tensor.dtype != torch.float32 or not torch.equal(tensor, seen[-1][name])
-
-
-def test_stopped_and_started_again_the_mean_goes_on(short, changed, monkeypatch, stop_after):
-    short = changed(short, optim={"ema": 0.8})
-    whole = last_weights(train(dataclasses.replace(short, output=short.output + "-whole")))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Stopped):
-            train(short)
-    assert same_tensors(last_weights(train(short)), whole)
-
-
 # Stopping early.
 
 

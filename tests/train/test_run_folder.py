@@ -46,6 +46,23 @@ def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(tmp_path):
     run.claim(slow)
 
 
+def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    options = config("target", run.folder)
+    run.claim(options)
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
+    path = run.folder / "config.yaml"
+    of_before = yaml.safe_load(path.read_text())
+    of_before["optim"]["ema"] = 0.0
+    path.write_text(yaml.safe_dump(of_before))
+    run.claim(options)
+    of_before["optim"]["ema"] = 0.9
+    path.write_text(yaml.safe_dump(of_before))
+    with refused("config.yaml optim.ema gone another output folder"):
+        run.claim(options)
+
+
 def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):
     output = str(tmp_path / "made.jsonl")
     for target in ("no/such-model", "no/other-model"):
