@@ -50,6 +50,8 @@ class AssistantState:
     """Positions of the drafted nodes after the text."""
     level: int = 0
     """Levels of a parallel model that were expanded."""
+    is_full: bool = False
+    """Whether the text has become longer than the model can read."""
 
     def select(self, rows_R: Tensor) -> AssistantState:
         self.cache.select(rows_R)
@@ -61,13 +63,18 @@ class AssistantState:
         # Erased: entries after the shared text may hold NaN.
         self.cache.lengths_B = self.cache.lengths_B.clamp(max=tokens)
         self.cache.erase_uncommitted(tokens)
-        return dataclasses.replace(self, longest=min(self.longest, tokens))
+        is_full = self.is_full and tokens > self.longest
+        return dataclasses.replace(self, longest=min(self.longest, tokens), is_full=is_full)
 
     def replace(self, rows_R: Tensor, other: AssistantState) -> AssistantState:
         self.cache.replace(rows_R, other.cache)
         root_BKV = self.root_BKV.index_copy(0, rows_R, other.root_BKV)
-        longest = max(self.longest, other.longest)
-        return dataclasses.replace(self, longest=longest, root_BKV=root_BKV)
+        return dataclasses.replace(
+            self,
+            longest=max(self.longest, other.longest),
+            root_BKV=root_BKV,
+            is_full=self.is_full or other.is_full,
+        )
 
 
 def within(model: Target, tokens: Tensor) -> Tensor:
@@ -126,6 +133,14 @@ class AssistantModel:
             nodes = max(nodes, 2 * self.levels + 1)  # padding of a round, and the masks after it
         return AssistantState(self.model.engine.new_cache(batch_size), 0, root_BKV, nodes)
 
+    def _has_positions(self, tokens: int) -> bool:
+        """Whether the model can read a text of so many tokens.
+
+        Most are told their positions, and past the last one it is told again. A model that counts
+        them itself would look beyond the end of its table.
+        """
+        return not self.model.engine.chains_only or tokens <= self.model.max_positions
+
     def observe(
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
     ) -> AssistantState:
@@ -146,6 +161,11 @@ class AssistantModel:
         positions_K = None  # logits at all positions
         if not computes_logits:
             positions_K = torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
+        if state.is_full or not self._has_positions(state.longest + tokens_BC.shape[1]):
+            uniform_BKV = torch.zeros_like(state.root_BKV)
+            return AssistantState(
+                state.cache, state.longest, uniform_BKV, state.nodes, is_full=True
+            )
         # 3. Read what was accepted. The drafts of the round before may hold NaN, which a weight of
         #    0 does not remove, so they are erased.
         cache = state.cache
@@ -187,9 +207,11 @@ class AssistantModel:
         seen_BWM = torch.cat([before_BWM, itself_BWW], dim=-1)
         depth_BW = before_BWM.sum(-1)  # its ancestors among the drafted nodes
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
+        grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)
+        if state.is_full or not self._has_positions(state.longest + depths_BM.shape[1]):
+            return torch.zeros_like(state.root_BKV[:, :1]).expand(-1, width, -1), grown
         nodes = NewNodes(within(self.model, tokens_BW), framed(seen_BWM), depths_BM)
         output = self.model.engine.forward_nodes(nodes, state.longest, state.cache, ())
-        grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)
         return output.logits_BNV[..., : self.draft_vocab_size], grown
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from messages import refused
-from runs import evaluations_of, last_weights, log_of, same_tensors
+from runs import evaluations_of, last_weights, log_of
 
 from headstart.heads import build_head
 from headstart.heads.objective import Objective
 from headstart.inference import Stats
 from headstart.inference.trees.stats import RoundRecord
-from headstart.stopping import Stopped
 from headstart.train import loop, report
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features

@@ -189,6 +189,24 @@ def test_drafts_end_at_the_last_position(tools, name):
     assert len(decoded(lm, [prompt], 12, do_sample=True)[0][0]) == 12
 
 
+@pytest.mark.parametrize("name", ["bart's decoder", "gpt-neo, local layers"])
+@pytest.mark.parametrize("beyond", [2, 10, 20])
+def test_a_text_goes_on_beyond_the_positions_of_a_smaller_model(tools, name, beyond):
+    torch.manual_seed(0)
+    model = scaled(MODELS["bloom"]())  # without a table of positions
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter=scaled(MODELS[name]()), tree="chain:5", adaptive=False, compile=False
+    )
+    prompt = prompt_of(POSITIONS - 6)
+    past = Conversation()
+    for text in (prompt, prompt[: POSITIONS - 20]):  # a second answer to a shorter text
+        output = lm.generate(
+            text[None], past_key_values=past, max_new_tokens=6 + beyond, do_sample=False
+        )
+        expected = model.generate(text[None], max_new_tokens=6 + beyond, do_sample=False)
+        assert output.sequences[0].tolist() == expected[0].tolist()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_conversation_goes_on(name):
     model = scaled(MODELS[name]())
