@@ -87,7 +87,7 @@ def test_figures_are_found_by_the_hub_id_or_by_the_folder(target_folder, tmp_pat
     monkeypatch.chdir(by_folder)
     for head in (by_folder, by_origin, "."):
         assert published_figures(str(head)) is figures
-    unknown = saved(target_folder, tmp_path / "new", imported="?")
+    unknown = saved(target_folder, tmp_path / "new", imported={"from": ["?"]})
     with refused("new", "smollm2-135m-eagle3"):
         published_figures(str(unknown))
 
