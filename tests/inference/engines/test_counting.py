@@ -197,9 +197,10 @@ def test_a_text_goes_on_beyond_the_positions_of_a_smaller_model(tools, name, bey
     lm = SpeculativeLM.from_pretrained(
         model, drafter=scaled(MODELS[name]()), tree="chain:5", adaptive=False, compile=False
     )
-    prompt = prompt_of(POSITIONS - 6)
+    prompt = prompt_of(POSITIONS + 20)
     past = Conversation()
-    for text in (prompt, prompt[: POSITIONS - 20]):  # a second answer to a shorter text
+    # A text that becomes too long, a second answer to a shorter one, and one that is too long.
+    for text in (prompt[: POSITIONS - 6], prompt[: POSITIONS - 20], prompt):
         output = lm.generate(
             text[None], past_key_values=past, max_new_tokens=6 + beyond, do_sample=False
         )

@@ -250,3 +250,13 @@ def test_other_families_write_what_generate_writes(tools, name):
         assert output.stats.acceptance_length > 2
         lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
         assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+
+
+def test_drafts_of_a_model_end_at_the_last_position():
+    """Beyond it its table of learned positions has no entry."""
+    model = other("bart")
+    new = SIZES["max_position_embeddings"] - 1  # the decoder's first token has a position, too
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    lm = SpeculativeLM.from_pretrained(model, drafter=model, tree="chain:5", adaptive=False)
+    ids = source(3, vocab=40)
+    assert torch.equal(lm.generate(ids, **settings).sequences, model.generate(ids, **settings))
