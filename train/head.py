@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..heads.base import DraftHead, TargetInfo
 from ..heads.by_name import HEADS, build_head, build_objective, head_config
 from ..heads.layers.target_layer import described
 from ..heads.objective import Objective
+from ..inference.targets.info import target_info
+from ..inference.targets.loading import config_of
 from .config import TrainConfig, head_options
 
 
@@ -34,6 +37,26 @@ def head_of(
         options = {**options, "draft_vocab_size": min(size, most_tokens)}
     completed = HEADS[name].options_for(options, described(target_config))
     return build_head(name, completed, target)
+
+
+def check_head(config: TrainConfig) -> None:
+    """Refuse a head that does not fit the target by its config file, before weights are read.
+
+    A GGUF file, and a config without the dimensions, are not checked: the target must be loaded.
+
+    Raises:
+        ValueError: options are invalid, or do not fit the target.
+    """
+    try:
+        file = config_of(config.target, config.target_revision)
+    except ValueError:  # a folder with an adapter alone: loading the target says what it is
+        return
+    text = None if file is None else file.get_text_config()
+    if not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")):
+        return
+    info = target_info(text, config.target, text.vocab_size, text.num_hidden_layers)
+    with torch.device("meta"):
+        head_of(config, info, text, text.vocab_size)
 
 
 def objective_of(config: TrainConfig) -> Objective:

@@ -46,7 +46,7 @@ from .features.by_mode import check_source, needs_no_target, open_source
 from .features.placement import load_target
 from .features.sources import OpenSource, StateSource
 from .features.stored import StoredReplay
-from .head import head_of, objective_of
+from .head import check_head, head_of, objective_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def load_inputs(
     """
     # 1. What costs nothing comes first: mistakes in the options are reported within seconds.
     objective = objective_of(config)
+    check_head(config)
     sources = open_sources(config.data.sources, config.data.max_conversations)
     tokenizer = load_tokenizer(config.target, config.target_revision)
     check_renders(tokenizer, sources, config.target)

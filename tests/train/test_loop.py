@@ -31,7 +31,7 @@ from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command_line import options as options_of
 from headstart.stopping import Stopped
-from headstart.train import evaluate, loop
+from headstart.train import evaluate, inputs, loop
 from headstart.train.checkpoint_writer import TrainingState
 from headstart.train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
 from headstart.train.data.batches import collate
@@ -289,6 +289,18 @@ def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(
         == undisturbed
     )
     assert contents(undisturbed) == before
+
+
+def test_a_head_that_does_not_fit_is_refused_before_data_and_target_are_loaded(
+    options, changed, monkeypatch
+):
+    for loader in ("load_data", "load_target"):
+        monkeypatch.setattr(inputs, loader, lambda *_: pytest.fail("loaded"))
+    head = {"type": "eagle3", "feature_layers": [0, 9, 1]}
+    with refused("feature_layers [0, 9, 1] out of range 2 blocks"):
+        train(changed(options, head=head))
+    with pytest.raises(pytest.fail.Exception):  # one that fits goes on
+        train(options)
 
 
 @pytest.mark.parametrize(
