@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, get_loader, set_parsing_settings
 
-from headstart.console import log, printable, show_on_console
+from headstart.console import LINE_SECONDS, log, printable, show_on_console
 from headstart.files import BROKEN, at_home
 from headstart.options import (
     CommandOptions,
@@ -479,6 +479,20 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
     return plain
 
 
+def _in_one_line(format_warning: Callable[..., str]) -> Callable[..., str]:
+    """Return a format of warnings: those for users as an error stands, in one line without code.
+
+    Warnings may quote what a file or a server holds: no control characters reach the terminal.
+    """
+
+    def formatted(message: object, category: type[Warning], *place: object) -> str:
+        if category in (UserWarning, FutureWarning):
+            return f"warning: {printable(str(message))}\n"
+        return printable(format_warning(message, category, *place))
+
+    return formatted
+
+
 def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
@@ -486,9 +500,11 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     the same command resumes, and 130 after any other.
     """
     show_on_console()
-    # Warnings may quote what a file or a server holds: no control characters reach the terminal.
-    format_warning = warnings.formatwarning
-    warnings.formatwarning = lambda *arguments: printable(format_warning(*arguments))
+    warnings.formatwarning = _in_one_line(warnings.formatwarning)
+    if not sys.stderr.isatty():
+        # In a log, progress bars of other packages appear only where the work is long.
+        os.environ.setdefault("TQDM_DELAY", str(LINE_SECONDS))
+        os.environ.setdefault("TQDM_MININTERVAL", str(LINE_SECONDS))
     status = 0
     try:
         main(arguments)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from headstart.console import console, log
+from headstart.console import console, log, number
 from headstart.options import limited
 from headstart.scripts.command_line import SamplingOptions, options, recorded
 
@@ -137,6 +137,6 @@ def _statistics(rates: dict[str, float], stats: Stats) -> str:
         line += f" ({stats.plain_rounds} without drafts)"
     line += f", acceptance length {stats.acceptance_length:.2f}"
     if stats.acceptance_rate_by_depth:
-        by_depth = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
+        by_depth = " ".join(number(rate) for rate in stats.acceptance_rate_by_depth)
         line += f", acceptance rate by depth {by_depth}"
     return line

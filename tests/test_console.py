@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 import time
 import warnings
 
@@ -111,10 +113,24 @@ def test_errors_and_warnings_of_a_command_control_no_terminal(capsys, monkeypatc
     said = []
 
     def command(arguments):
-        said.append(warnings.formatwarning("warned \x1b[2Jhere", UserWarning, "file.py", 1))
+        for category in (UserWarning, RuntimeWarning):
+            said.append(warnings.formatwarning("warned \x1b[2Jhere", category, "file.py", 1))
         raise ValueError("failed \x1b]0;owned\x07\x1b[31mhere")
 
     with pytest.raises(SystemExit):
         run(command, [])
     assert "error: failed here" in capsys.readouterr().err
-    assert "UserWarning: warned here" in said[0]
+    assert said[0] == "warning: warned here\n"
+    assert said[1].startswith("file.py:1: RuntimeWarning: warned here\n")
+
+
+def test_a_log_of_a_command_holds_no_short_progress_bar_of_another_package():
+    code = (
+        "from headstart.scripts.command_line import run\n"
+        "def main(arguments):\n"
+        "    import tqdm\n"
+        "    print(len(list(tqdm.tqdm(range(3)))))\n"
+        "run(main, [])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.stderr) == ("3\n", "")
