@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -82,8 +83,8 @@ def shown_on_console() -> bool:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Format a figure of a table; None was not measured and becomes a dash."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """Format a figure of a table; None, not measured, and NaN, never tried, become a dash."""
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
 class ProgressBar:

@@ -51,7 +51,9 @@ def check_head(config: TrainConfig) -> None:
         file = config_of(config.target, config.target_revision)
     except ValueError:  # a folder with an adapter alone: loading the target says what it is
         return
-    text = None if file is None else file.get_text_config()
+    if file is None:
+        return
+    text = file.get_text_config()
     if not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")):
         return
     info = target_info(text, config.target, text.vocab_size, text.num_hidden_layers)
