@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     """Run `headstart bench` with these command-line arguments."""
     # What was measured so far is reported, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    benchmark(options(BenchConfig, "bench", __doc__, arguments))
+    benchmark(options(BenchConfig, "bench", __doc__, arguments, first="head"))
 
 
 def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:

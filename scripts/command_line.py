@@ -216,9 +216,10 @@ def options(
     constructor.__annotations__ = typing.get_type_hints(kind)
 
     # 2. A parser with an option for each field of the dataclass; nested ones have dots.
+    about = f" [{first.upper()}]" if first else ""
     parser = ArgumentParser(
         prog=f"headstart {command}",
-        usage=f"headstart {command} [--config FILE.yaml] [--OPTION VALUE ...]",
+        usage=f"headstart {command}{about} [--config FILE.yaml] [--OPTION VALUE ...]",
         description=description,
         exit_on_error=False,
         allow_abbrev=False,

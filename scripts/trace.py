@@ -68,7 +68,7 @@ class TraceConfig(SamplingOptions):
 
 def main(arguments: list[str]) -> None:
     """Run `headstart trace` with these command-line arguments."""
-    trace_prompts(options(TraceConfig, "trace", __doc__, arguments))
+    trace_prompts(options(TraceConfig, "trace", __doc__, arguments, first="prompt"))
 
 
 def trace_prompts(config: TraceConfig) -> list[Trace]:

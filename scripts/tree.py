@@ -61,7 +61,7 @@ class TreeConfig(DecodingOptions):
 
 def main(arguments: list[str]) -> None:
     """Run `headstart tree` with these command-line arguments."""
-    calibrate(options(TreeConfig, "tree", __doc__, arguments))
+    calibrate(options(TreeConfig, "tree", __doc__, arguments, first="head"))
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:

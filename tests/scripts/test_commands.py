@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -154,10 +154,18 @@ def test_an_unknown_command_is_answered_in_three_lines(run, given, told):
     assert second.startswith(told)
 
 
-@pytest.mark.parametrize("command", ["verify", "push", "import", "export"])
-def test_the_head_may_go_without_its_option(parsed, command):
-    first, rest = REQUIRED[command][0], REQUIRED[command][2:]
-    assert getattr(parsed(command, "runs/x", *rest), first.lstrip("-")) == "runs/x"
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(("verify", "head"), ("import", "head"), ("export", "head"), ("push", "run")),
+        *(("bench", "head"), ("tree", "head"), ("generate", "prompt"), ("trace", "prompt")),
+    ],
+)
+def test_what_a_command_is_about_may_go_without_its_option(run, parsed, command, option):
+    assert f"usage: headstart {command} [{option.upper()}] " in run(command, "--help")[1]
+    given = dict(zip(REQUIRED[command][::2], REQUIRED[command][1::2], strict=True))
+    given.pop(f"--{option}", None)
+    assert getattr(parsed(command, "runs/x", *chain(*given.items())), option) == "runs/x"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -711,12 +719,6 @@ def test_a_bug_report_holds_versions_and_no_secret(run, monkeypatch):
 def test_an_old_name_of_an_option_is_taken(parsed):
     assert parsed("chat", "--target", "t", "--fallback", "false").adaptive is False
     assert parsed("chat", "--target", "t", "--fallback=false").adaptive is False
-
-
-def test_a_prompt_needs_no_option(parsed):
-    assert (
-        parsed("generate", "Why is the sky blue?", "--target", "t").prompt == "Why is the sky blue?"
-    )
 
 
 GROWING = "a: &a [1, 1]\n" + "".join(
