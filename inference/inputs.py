@@ -99,7 +99,16 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
         " token"
     )
     if not isinstance(input_ids, Tensor):
-        hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
+        hint = ""
+        if hasattr(input_ids, "input_ids"):
+            hint = "; unpack it: generate(**inputs)"
+        elif isinstance(input_ids, str) or (
+            isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], str)
+        ):
+            hint = (
+                '; tokenize a text first: generate(**tokenizer(text, return_tensors="pt")), or talk'
+                " with a chat: lm.chat(tokenizer).say(text)"
+            )
         raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         hint = ""

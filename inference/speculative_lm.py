@@ -249,7 +249,10 @@ class SpeculativeLM:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} must be True or False, not {flag!r}")
-        model_kwargs = model_options(model_kwargs, signature(cls.from_pretrained).parameters)
+        ours = [
+            name for name in signature(cls.from_pretrained).parameters if name != "model_kwargs"
+        ]
+        model_kwargs = model_options(model_kwargs, ours)
         if isinstance(target, str | Path) and isinstance(head, str | Path):
             check_configs(head, head_revision, target, revision, model_kwargs)
         # 2. The target. Trying it now reports a model that cannot decode here before a head is

@@ -65,7 +65,8 @@ WRONG = {
     "truth values": (lambda: ROW > 5, "not of torch.bool"),
     "bytes": (lambda: ROW.to(torch.uint8), "not of torch.uint8"),
     "a list": (lambda: ROW.tolist(), r"tensor \[batch, time\] .* not a list"),
-    "a text": (lambda: "hello", "not a str"),
+    "a text": (lambda: "hello", r"not a str; tokenize a text first: generate\(\*\*tokenizer\("),
+    "texts": (lambda: ["hello"], r"not a list; tokenize a text first"),
     "nothing": (lambda: None, "not a NoneType"),
     "what a tokenizer returns": (
         lambda: BatchEncoding({"input_ids": ROW}),
