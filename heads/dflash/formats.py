@@ -30,7 +30,7 @@ DFLASH_NATIVE = {
 }
 """Keys of the form that servers read."""
 DFLASH_CONFIG = {
-    "mask_token_id": Key("token of the slots behind the root", kind="id"),
+    "mask_token_id": Key("token of the slots after the root", kind="id"),
     "target_layer_ids": Key("feature layers, each by the block whose output it is", kind="numbers"),
     "sample_from_anchor": Key("as at the top level", None, kind="flag"),
     "block_size": Key("as at the top level", None, kind="size"),
@@ -52,10 +52,10 @@ SPECULATORS_BLOCK = {
     "aux_hidden_state_layer_ids": Key(
         "feature layers, each by the block whose input it is", kind="numbers"
     ),
-    "mask_token_id": Key("token of the slots behind the root", kind="id"),
+    "mask_token_id": Key("token of the slots after the root", kind="id"),
     "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
     "sliding_window_non_causal": Key(
-        "whether slots of sliding layers see those behind them", False
+        "whether slots of sliding layers see those after them", False
     ),
 }
 """Keys of the package speculators for heads that draft a block, DSpark too."""

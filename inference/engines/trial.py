@@ -200,7 +200,7 @@ def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> floa
 def read_difference(kept: Any) -> float | None:
     """Parse a kept difference; a ValueError for anything else has the trial made again."""
     if kept is not None and not isinstance(kept, float | int):
-        raise ValueError(f"{kept!r} is no difference")
+        raise ValueError(f"{kept!r} is not a difference")
     return kept
 
 
