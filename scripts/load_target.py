@@ -34,8 +34,8 @@ def given_target(head: DraftHead, source: str | None) -> str:
     """
     if not source:
         raise ValueError(
-            "the head's target is needed, and nothing is opened because a checkpoint names it:"
-            f" give --target; its config.json says {head.target.name!r}"
+            "the head's target is needed, and is not opened just because a checkpoint names it;"
+            f" give --target, if you trust what its config.json says: {head.target.name!r}"
         )
     return source
 
