@@ -42,7 +42,8 @@ def head_of(
 def check_head(config: TrainConfig) -> None:
     """Refuse a head that does not fit the target by its config file, before weights are read.
 
-    A GGUF file, and a config without the dimensions, are not checked: the target must be loaded.
+    A GGUF file, an encoder-decoder and a config without the dimensions are not checked: loading
+    them says what is wrong, if anything.
 
     Raises:
         ValueError: options are invalid, or do not fit the target.
@@ -51,7 +52,7 @@ def check_head(config: TrainConfig) -> None:
         file = config_of(config.target, config.target_revision)
     except ValueError:  # a folder with an adapter alone: loading the target says what it is
         return
-    if file is None:
+    if file is None or getattr(file, "is_encoder_decoder", False):
         return
     text = file.get_text_config()
     if not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")):

@@ -54,9 +54,7 @@ SPECULATORS_BLOCK = {
     ),
     "mask_token_id": Key("token of the slots after the root", kind="id"),
     "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
-    "sliding_window_non_causal": Key(
-        "whether slots of sliding layers see those after them", False
-    ),
+    "sliding_window_non_causal": Key("whether slots of sliding layers see those after them", False),
 }
 """Keys of the package speculators for heads that draft a block, DSpark too."""
 DFLASH_TENSORS = {
