@@ -16,14 +16,11 @@ from headstart.addons.record import adapt as adapting
 from headstart.addons.record.adapt import adapt, average_weights
 from headstart.addons.record.adapt_data import MOST_JUDGED, divided, rows_of
 from headstart.addons.record.config import AdaptConfig
-from headstart.addons.record.folder import keep_costs
 from headstart.files import text_shards
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.drafters.costs import head_shape
 from headstart.inference.feature_cache import text_row
-from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped
 
@@ -211,22 +208,6 @@ def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, mo
         in report
     )
     assert not (tmp_path / "new" / "best").exists()
-
-
-def test_a_head_that_accepts_less_is_not_taken(config, begun, taught, tmp_path, monkeypatch):
-    """The trained head is made worse before it is judged."""
-    good = tmp_path / "good"
-    assert (
-        adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=150, output=str(good)))
-        is not None
-    )
-    given = dataclasses.replace(config, head=str(good / "best"))
-    spoiled = begun / "head"
-    monkeypatch.setattr(
-        adapting, "train", lambda run: shutil.copytree(spoiled, tmp_path / "run" / "best").parent
-    )
-    assert adapt(given) is None
-    assert "Not taken: the new head accepts less" in (tmp_path / "new" / "report.md").read_text()
 
 
 def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
@@ -458,28 +439,6 @@ def test_recordings_of_one_kind_are_warned_of_before_training(
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, output=str(tmp_path / "several")))
     assert "of one kind" not in capsys.readouterr().out
-
-
-def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_path):
-    recorded = tmp_path / "copied"
-    shutil.copytree(begun / "recorded", recorded)
-    head, _ = load_head(begun / "head")
-    keep_costs(
-        recorded,
-        head_shape(head),
-        RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01),
-        "a machine",
-    )
-    folder = adapt(
-        dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), steps=150)
-    )
-    report = (tmp_path / "new" / "report.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
-    assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 60: before"
-    assert rows[0][8:] == ["predicted speed: before", "after"]
-    assert float(rows[1][9]) > float(rows[1][8]) > 0.9
-    assert "by costs of rounds measured where the answers were recorded: a machine." in report
-    assert folder is not None and f"Taken: {folder}" in report
 
 
 @pytest.mark.parametrize(

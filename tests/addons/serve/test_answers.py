@@ -158,18 +158,6 @@ def test_thinking_is_for_the_servers_template(config, server, thinking, sent):
     assert [body.get("chat_template_kwargs") for body in server.asked] == [sent, sent]
 
 
-def test_as_many_are_asked_at_once_as_the_batch_is_large(config, server):
-    everyone = threading.Barrier(4, timeout=20)
-
-    def together(server, body):
-        everyone.wait()  # four at a time, or nobody
-        return completion("a b c")
-
-    server.reply = together
-    ask_servers(config)
-    assert server.most == 4
-
-
 def test_an_overloaded_server_is_asked_again(config, server, monkeypatch):
     monkeypatch.setattr(openai_server, "FIRST_PAUSE", 0.01)
     tried, lock = Counter(), threading.Lock()
@@ -286,12 +274,6 @@ def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, c
     files = "".join(path.read_text() for path in Path(config.output).parent.iterdir())
     for secret in ("CANARY", basic):
         assert secret not in told and secret not in files
-
-
-def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
-    monkeypatch.setattr(served, "RETRIES", 0)
-    with refused("http://127.0.0.1:9/v1 prompt"):
-        ask_servers(changed(config, server="http://127.0.0.1:9/v1"))
 
 
 def test_stopped_it_goes_on_with_what_is_missing(config, server, monkeypatch):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from helpers import INFO
-from safetensors.torch import save_file
-from torch import zeros
 
 from headstart.addons.serve import answers
 from headstart.addons.serve.options import ServedTrainConfig
-from headstart.addons.serve.state_files import FileStates
 from headstart.addons.serve.state_server import StateServer
 from headstart.scripts import data, features, train
 from headstart.train import loop
@@ -68,21 +64,6 @@ def test_states_that_a_server_has_written_to_a_folder_are_read_there(called):
     train.main([*RUN, *SERVER, "--features.mode", "stored"])
     config, source = called["train"]
     assert source is None and config.features.server_seconds == 7
-
-
-def test_files_of_a_server_are_a_source(called, tmp_path):
-    save_file({"token_ids": zeros(1), "hidden_states": zeros(1)}, tmp_path / "hs_3.safetensors")
-    train.main([*RUN, "--features.mode", "stored", "--features.from_server", str(tmp_path)])
-    _, source = called["train"]
-    files = source(INFO, (0, -1))
-    assert isinstance(files, FileStates) and files.numbers_N.tolist() == [3]
-
-
-def test_a_run_without_a_server_has_the_options_of_the_core_alone(called):
-    train.main(RUN[:6])
-    config, source = called["train"]
-    assert source is None
-    assert "server" not in json.dumps([list(vars(config)), list(vars(config.features))])
 
 
 def test_answers_are_asked_of_servers_where_some_are_named(called):

@@ -106,7 +106,14 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
             "hidden_states 1, 32]",
         ),
         (lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()), "nats token"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s[:-1].clone()), "hidden_states"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s * float("nan")), "hidden_states NaN"),
+        (lambda path: save_file({"token_ids": torch.ones(3)}, path), "lacks hidden_states"),
         (lambda path: rewrite(path, token_ids=lambda t: t.flip(0).contiguous()), "token 0"),
+        (
+            lambda path: rewrite(path, token_ids=lambda t: t[:-2], hidden_states=lambda s: s[:-2]),
+            "max_length",
+        ),
         (lambda path: rewrite(path, token_ids=lambda t: t + 300), "made tokenizer"),
     ],
 )

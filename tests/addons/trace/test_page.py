@@ -273,30 +273,7 @@ def at_each_round(page: Page, expression: str) -> list[Any]:
         }}""")
 
 
-OUTSIDE = """Array.from(document.querySelectorAll("body, button, select, input, .card, .narrow .node"))
-    .filter(each => {
-        const { left, right } = each.getBoundingClientRect();
-        return left < 0 || right > innerWidth || each.ownerDocument.documentElement.scrollWidth > innerWidth;
-    })
-    .map(each => each.id || each.className)"""
-"""What stands outside of the window."""
-SHADE = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
-"""Brightness of the page, 0 to 255."""
-
-
-@pytest.mark.parametrize(
-    ("width", "rule"), [(390, "greedy"), (390, "without_replacement"), (1440, "typical")]
-)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_round_fits_the_width_in_light_and_dark(opened, rule, scheme, width):
-    page = opened(
-        made_trace(9, rule, LIVELY), viewport={"width": width, "height": 844}, color_scheme=scheme
-    )
-    assert at_each_round(page, OUTSIDE) == [[]] * 9
-    assert page.evaluate(SHADE) < 60 if scheme == "dark" else page.evaluate(SHADE) > 200
-
-
-def test_buttons_and_keys_step(opened):
+def test_buttons_and_keys_step_and_it_plays_to_the_end(opened):
     page = opened(made_trace(12))
     title = page.locator("#round-title")
     for press, number in (
@@ -315,25 +292,26 @@ def test_buttons_and_keys_step(opened):
         expect(title).to_have_text(f"Round {number}")
         expect(page.locator("#where")).to_have_text(f"Round {number} of 12")
         assert page.locator("#slider").input_value() == str(number)
-
-
-def test_it_plays_to_the_end_and_pauses(opened):
-    page = opened(made_trace(6))
     page.locator("#speed").select_option("10")
-    page.locator("h1").click()
-    page.keyboard.press(" ")
+    page.locator("#play").click()
     expect(page.locator("#play")).to_have_text("Pause")
-    expect(page.locator("#round-title")).to_have_text("Round 6")
+    expect(title).to_have_text("Round 12")
     expect(page.locator("#play")).to_have_text("Play")
-    page.locator("#speed").select_option("0.5")
-    page.locator("#play").click()
-    expect(page.locator("#round-title")).to_have_text("Round 1")
-    expect(page.locator("#play")).to_have_text("Pause")
-    page.locator("#play").click()
-    expect(page.locator("#play")).to_have_text("Play")
-    page.locator("#speed").select_option("real")
-    page.locator("#play").click()
-    expect(page.locator("#round-title")).to_have_text("Round 6")
+
+
+def test_the_sentence_of_a_round_counts_and_is_announced(opened):
+    data = made_trace(12)
+    said = """[document.getElementById("sentence").textContent, document.querySelector("[role=status]").textContent]"""
+    for number, (sentence, spoken) in enumerate(at_each_round(opened(data), said), start=1):
+        assert spoken == f"Round {number}: {sentence}"
+        found = data["rounds"][number - 1]
+        accepted = sum(each["s"] == 1 for each in found["nodes"]) - 1
+        if found["fallback"]:
+            assert sentence.startswith("No drafts in this round (drafts were slower")
+        elif found["emitted"] <= accepted:
+            assert f"5 deep, {accepted} accepted. The answer ends here" in sentence
+        else:
+            assert sentence.startswith(f"11 tokens drafted, 5 deep, {accepted or 'none'} accepted")
 
 
 def test_the_text_grows_and_shrinks_with_the_rounds(opened):
@@ -491,16 +469,6 @@ def test_the_time_of_a_round_is_shown_by_part(opened):
             for each in re.findall(r"([\d.]+) ms", page.locator("#time .parts").text_content())
         ]
         assert shown == pytest.approx([found["parts"][part] for part in PARTS], abs=0.06)
-        total = page.locator("#time .stack").first.evaluate(
-            "each => each.getBoundingClientRect().width"
-        )
-        widths = (
-            page.locator("#time .stack")
-            .first.locator("i")
-            .evaluate_all("all => all.map(each => each.getBoundingClientRect().width)")
-        )
-        scale = max(found["ms"], 15.0 * found["emitted"])
-        assert sum(widths) == pytest.approx(total * found["ms"] / scale, abs=3)
         assert f"{15 * found['emitted']:.1f} ms by plain decoding" in text
 
 
@@ -567,23 +535,6 @@ def test_half_characters_emoji_and_right_to_left_text(opened):
     page = opened(data)
     page.keyboard.press("End")
     assert page.locator("#answer").evaluate("each => each.textContent") == answer(data)
-    halves = [index for index, token in enumerate(data["output"]) if token["p"] == ""]
-    assert halves
-    for index in halves:
-        half = page.locator(f'#answer [data-i="{index}"]')
-        assert half.evaluate("each => getComputedStyle(each, '::before').content") == '"⟨F0 9F⟩"'
-        assert half.bounding_box()["width"] > 10
-    line = page.locator(".nl").first
-    assert "↵" in line.evaluate("each => getComputedStyle(each, '::before').content")
-    assert page.locator("#prompt").evaluate("each => getComputedStyle(each).direction") == "rtl"
-    directions = page.locator(".par").evaluate_all(
-        "all => all.map(each => [each.textContent, getComputedStyle(each).direction])"
-    )
-    assert {"ltr", "rtl"} == {direction for _, direction in directions}
-    for text, direction in directions:
-        letter = next((each for each in text if each.isalpha()), "")
-        if letter:
-            assert direction == ("rtl" if letter > "\u0590" else "ltr"), text
     chips = """Array.from(document.querySelectorAll("#tree .tok, #draws .tok, #best .tok"), each =>
         [each.textContent, getComputedStyle(each).unicodeBidi])"""
     found = [chip for chips in at_each_round(page, chips) for chip in chips]
@@ -592,7 +543,6 @@ def test_half_characters_emoji_and_right_to_left_text(opened):
     assert not any("\u202e" in text for text, _ in found)
     overriding = page.locator("#answer .t:has-text('\u202e')").first
     assert overriding.evaluate("each => getComputedStyle(each).unicodeBidi") == "isolate"
-    assert overriding.evaluate("each => getComputedStyle(each, '::before').content") == '"⟨U+202E⟩"'
 
 
 def test_a_lossy_rule_is_called_lossy(opened):
