@@ -107,30 +107,16 @@ def config(target_folder, head_folder, tmp_path):
     )
 
 
-def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
+def test_the_report_has_the_figures_of_each_file_and_of_a_rounds_parts(config, capsys):
     report = benchmark(config)
-    assert report["files"].keys() == set(config.prompts)
-    assert [report["files"][path]["prompts"] for path in config.prompts] == [3, 1]
-    assert report["total"]["prompts"] == 4
-    for row in (*report["files"].values(), report["total"]):
-        assert row["tokens_per_second"].keys() == {"generate", "plain", "speculative"}
-        assert all(rate > 0 for rate in row["tokens_per_second"].values())
-        for name in ("speedup_vs_generate", "speedup_vs_plain"):
-            spread = row[name]
-            assert spread.keys() == {"median", "lower_quartile", "upper_quartile"}
-            assert 0 < spread["lower_quartile"] <= spread["median"] <= spread["upper_quartile"]
-        assert row["milliseconds_per_round"].keys() == set(PARTS)
-        assert row["identical"] == row["prompts"]  # greedy, in float32
-        assert 1 <= row["acceptance_length"] <= 4
-        assert len(row["acceptance_rate_by_depth"]) == 3
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["versions"].keys() >= {"python", "transformers", "headstart"}
-    assert report["hardware"]
+    rows = [*(report["files"][path] for path in config.prompts), report["total"]]
+    assert [row["prompts"] for row in rows] == [3, 1, 4]
+    assert all(row["identical"] == row["prompts"] for row in rows)  # greedy, in float32
+    assert all(1 <= row["acceptance_length"] <= 4 for row in rows)
     found = report["profile"]
     assert found["milliseconds"].keys() == set(PARTS) and found["nodes"] == report["nodes"]
     assert found["round"] == pytest.approx(sum(report["total"]["milliseconds_per_round"].values()))
     assert found["floors"]["bytes"] > 0 and found["of_the_round"]["forward"] > 0
-    assert report["options"]["max_new_tokens"] == 9
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("chat", "code", "total", "4/4"))
 

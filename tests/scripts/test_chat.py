@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import json
 import re
 import urllib.request
 
@@ -15,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.addons.monitor import Monitor
 from headstart.files import text_shards
-from headstart.inference import Chat, SpeculativeLM, feature_cache, load_tokenizer
+from headstart.inference import Chat, SpeculativeLM, load_tokenizer
 from headstart.inference.feature_cache import text_row
 from headstart.scripts import chat
 from headstart.scripts.generate import GenerateConfig, stream_answer
@@ -137,18 +135,6 @@ def test_metrics_are_served_by_option_with_drafts_and_without(talk, monkeypatch)
         talk("never read", metrics_port=ports[0])
 
 
-def test_the_prompt_is_known_to_readline(monkeypatch, target_folder, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    asked = []
-    monkeypatch.setattr("sys.stdin", Terminal())
-    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "/exit")
-    chat.chat_on_screen(chat.ChatConfig(target=str(target_folder), dtype="float32"))
-    assert asked == ["> "]
-
-
 def test_mistakes_are_told_and_end_nothing(talk):
     out = talk("/drift", "x" * 2000, "hello", "/exit", "never read")
     assert "unknown command '/drift'" in out and "/drafts " in out
@@ -190,39 +176,3 @@ def test_generate_records_by_option(tmp_path, target_folder, capsys):
     (path,) = text_shards(tmp_path)
     assert sum(text_row(path)["loss_mask"]) <= 8
     assert "recorded: 1 answers" in capsys.readouterr().out
-
-
-def test_a_recording_is_off_by_policy_refused_for_another_target_and_ends_on_a_full_disk(
-    talk, target_folder, tmp_path, monkeypatch
-):
-    """As `record` does all three; the answers are given in any case but the second."""
-    folder = tmp_path / "recorded"
-    config = GenerateConfig(
-        target=str(target_folder),
-        prompt="hello",
-        max_new_tokens=8,
-        dtype="float32",
-        record=str(folder),
-    )
-    with monkeypatch.context() as patch:
-        patch.setenv("HEADSTART_NO_RECORD", "1")
-        with pytest.warns(UserWarning, match="HEADSTART_NO_RECORD is set: nothing is recorded in"):
-            assert stream_answer(config)["headstart"] > 0
-    assert not folder.exists()
-
-    def full(tensors, path, about):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_cache, "save_file", full)
-        with pytest.warns(
-            UserWarning, match="recording stops, decoding goes on: .* No space left on device"
-        ):
-            out = talk("hello", record=str(folder))
-    assert "ended by itself: " in out and "tokens/s" in out
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "weights": "of another"}))
-    with refused("weights another'"):
-        talk("hello", record=str(folder))
-    with refused("weights another'"):
-        stream_answer(config)

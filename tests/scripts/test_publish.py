@@ -208,15 +208,6 @@ def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(
     assert original_target(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16
 
 
-def test_a_push_names_what_it_leaves_out(made, monkeypatch, capsys):
-    _, folder = made("medusa")
-    (folder / ".env").write_text("KEY=CANARY")
-    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
-    with pytest.warns(UserWarning, match=r"not uploaded: \.env: not a file of a head"):
-        push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True))
-    assert ".env" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["import", "speculators"])
 def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(
     command, taught, made, tmp_path

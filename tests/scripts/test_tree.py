@@ -13,7 +13,7 @@ import torch
 from messages import refused
 from runs import write_prompts
 
-from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead, build_head
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import (
     DynamicShape,
@@ -24,7 +24,7 @@ from headstart.inference import (
     tree_policy,
 )
 from headstart.inference.drafters import costs as tuning_costs
-from headstart.inference.drafters.acceptance import Answered, accuracy_by_rank, dynamic_lengths
+from headstart.inference.drafters.acceptance import Answered, dynamic_lengths
 from headstart.inference.drafters.candidate_trees import candidate_trees
 from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
@@ -119,27 +119,6 @@ def rated(monkeypatch, fastest):
         return found
 
     monkeypatch.setattr(module, "_decode_with", answered)
-
-
-def test_drafts_are_timed_through_the_lm_head_of_the_engine(config, taught, monkeypatch):
-    """With CPU kernels it is a faster one than the model's own, and it drafts wherever else heads
-    draft."""
-    target = Target.from_pretrained(taught, torch.float32)
-    head = build_head("eagle", {"depth": 2}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    calls = []
-    lm_head = target.engine.lm_head
-
-    def counted(states):
-        calls.append(states)
-        return lm_head(states)
-
-    monkeypatch.setattr(type(target.engine), "lm_head", property(lambda engine: counted))
-    prompt_1T = prompt_ids(load_tokenizer(taught), read_prompts(config.prompts[0], 1)[0])
-    module._decode_with(target, head.eval(), [None], [prompt_1T], config)
-    assert not calls, "the target's own forward takes another road, or this test shows nothing"
-    module._decode_with(target, head.eval(), [TreeShape.chain(2)], [prompt_1T], config)
-    assert calls
 
 
 @pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
@@ -345,34 +324,27 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     )
 
 
-def refused_early(config, monkeypatch, *words):
-    monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
-    with refused(*words):
-        calibrate(config)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"head": "/no/where"}, "'/no/where' Hub"),
+        ({"head": "{tmp}"}, "{tmp}"),
         ({"prompts": ["/nowhere.jsonl"]}, "'/nowhere.jsonl'"),
+        ({"prompts": ["{tmp}/empty.jsonl"]}, "empty.jsonl prompts"),
         ({"target": "/no/target"}, "'/no/target'"),
     ],
 )
-def test_what_is_missing_is_told_before_a_model_is_loaded(config, monkeypatch, change, words):
-    refused_early(changed(config, **change), monkeypatch, words)
-
-
-def test_a_folder_without_a_head_is_told_before_a_model_is_loaded(config, tmp_path, monkeypatch):
-    (tmp_path / "empty").mkdir()
-    refused_early(changed(config, head=str(tmp_path / "empty")), monkeypatch, f"{tmp_path}/empty")
-
-
-def test_a_file_without_prompts_is_named(config, tmp_path, monkeypatch):
+def test_what_is_missing_is_told_before_a_model_is_loaded(
+    config, monkeypatch, tmp_path, change, words
+):
     (tmp_path / "empty.jsonl").touch()
-    refused_early(
-        changed(config, prompts=[str(tmp_path / "empty.jsonl")]), monkeypatch, "empty.jsonl prompts"
-    )
+    for name, value in change.items():
+        one = value[0] if isinstance(value, list) else value
+        placed = one.format(tmp=tmp_path)
+        change = {name: [placed] if isinstance(value, list) else placed}
+    monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
+    with refused(words.format(tmp=tmp_path)):
+        calibrate(changed(config, **change))
 
 
 def test_a_prompt_without_room_for_its_answer_is_named(config):
@@ -419,31 +391,6 @@ def test_the_expected_length_is_that_over_all_outcomes(seed):
     accuracy = (torch.rand(3, 3, generator=random, dtype=torch.float64).softmax(-1) * 0.9).tolist()
     for shape in (best_static_tree(accuracy, 7), TreeShape.chain(2), TreeShape(())):
         assert expected_length(shape, accuracy) == pytest.approx(enumerated_length(shape, accuracy))
-
-
-@pytest.mark.parametrize(
-    ("shape", "length"), [([[0], [0, 0]], 3), ([[0], [1]], 2), ([[1], [1, 0], [1, 1]], 1)]
-)
-def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one(
-    tiny_target, shape, length
-):
-    """A target that says one token for ever, and heads that start as its LM head: the best guess is
-    always right."""
-    target = tiny_target(vocab_size=24)
-    target.model.lm_head.weight.data.zero_()
-    target.model.lm_head.weight.data[7] = 3 * target.model.model.norm.weight.data
-    target.model.model.embed_tokens.weight.data.abs_()
-    for layer in target.model.model.layers:
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            layer.get_submodule(name).weight.data.zero_()  # so the states stay positive
-    head = MedusaHead(MedusaConfig(num_heads=2), target.info)
-    head.initialize(target.modules, torch.ones(24, dtype=torch.int64))
-    head = head.double().eval()
-    accuracy = accuracy_by_rank(target, head, [Answered(torch.tensor([1, 2, 3] + [7] * 12), 3)])
-    assert [row[0] for row in accuracy] == [1.0, 1.0]
-    policy = TreeShape.from_paths(shape)
-    stats = greedy_answers(target, head, policy, [torch.tensor([1, 2, 3])], 1 + 6 * length).stats
-    assert stats.acceptance_length == expected_length(policy, accuracy) == length
 
 
 def test_a_tree_for_a_head_with_fewer_tokens_than_ranks(config, taught, tmp_path):
