@@ -14,7 +14,7 @@ import torch
 from helpers import build_model, other_model
 from messages import refused
 
-from headstart.addons.trace import trace
+from headstart.addons.trace import Trace, trace
 from headstart.addons.trace.page import thinned
 from headstart.files import write_whole
 from headstart.inference import SpeculativeLM, Target
@@ -73,6 +73,32 @@ def test_a_notebook_shows_the_page_in_a_frame(trace):
     shown = trace._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and shown.count("<") == 2  # its own tag's alone
     assert html.unescape(re.search('srcdoc="(.*?)"', shown, re.DOTALL)[1]) == trace.to_html()
+
+
+def many(trace, rounds, nodes):
+    """A long trace of large trees, made of one round."""
+    entry = {"v": 3, "u": 0, "q": 0.1234, "p": 0.01234, "s": -1}
+    tree = [{**entry, "u": -1, "s": 1}, {**entry, "s": 1}, *[entry] * (nodes - 2)]
+    pairs = [[number, 0.1234] for number in range(10)]
+    found = {**trace.data["rounds"][0], "nodes": tree, "residual": pairs}
+    found |= {name: {str(node): pairs for node in range(nodes)} for name in ("draft", "best")}
+    each = {"v": 3, "p": " boat", "r": 0, "d": 1}
+    return Trace({**trace.data, "rounds": [found] * rounds, "output": [each] * rounds})
+
+
+@pytest.mark.parametrize(
+    ("rounds", "nodes", "limit"), [(300, 16, 3e6), (300, 64, 3e6), (4096, 16, 12e6)]
+)
+def test_long_traces_have_pages_of_bounded_size(trace, rounds, nodes, limit):
+    page = many(trace, rounds, nodes).to_html()
+    assert len(page.encode()) < limit
+    data = embedded(page)
+    assert len(data["rounds"]) == rounds and all(
+        len(found["nodes"]) == nodes for found in data["rounds"]
+    )
+    assert all({"0", "1"} <= set(found["best"]) for found in data["rounds"]), (
+        "the accepted path keeps its best tokens"
+    )
 
 
 def test_a_file_is_whole_or_what_it_was(trace, tmp_path, monkeypatch):
