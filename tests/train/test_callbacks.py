@@ -110,17 +110,6 @@ def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, met
     assert same_tensors(weights, whole)
 
 
-def test_an_exception_after_the_last_step_is_raised_too(judged):
-    class Late(Callback):
-        def on_step(self, progress, row):
-            if progress.step == 12:
-                raise KeyError("late")
-
-    with pytest.raises(KeyError, match="late"):
-        train(judged, callbacks=[Late()])
-    assert (train(judged) / "last").is_dir()
-
-
 TWO = """
 import sys
 from headstart.scripts.command_line import options

@@ -65,6 +65,9 @@ REFUSED = [
     (TrainConfig, "loop.micro_batch", 0),
     (TrainConfig, "loop.keep", 0),
     (TrainConfig, "loop.log_every", 0),
+    (TrainConfig, "data.workers", -1),
+    (TrainConfig, "data.num_proc", 0),
+    (TrainConfig, "data.held_out_limit", 0),
     (TrainConfig, "loop.eval_every", -1),
     (TrainConfig, "loop.save_every", -1),
     (TrainConfig, "optim.lr", 0.0),
@@ -167,11 +170,21 @@ def test_float32_arithmetic_on_a_rounded_target_is_refused():
         build(TrainConfig, **{"loop.precision": "float32", "dtype": word})
 
 
-def test_an_adapter_needs_fresh_states_and_adamw():
+@pytest.mark.parametrize(
+    ("together", "words"),
+    [
+        ({"adapter.rank": 4, "features.mode": "cached"}, "adapter features.mode cached"),
+        ({"adapter.rank": 4, "optim.name": "muon"}, "adapter optim.name muon"),
+        ({"loop.batch_tokens": 2000, "loop.micro_batch": 2}, "loop.micro_batch"),
+        ({"loop.batch_tokens": 9000, "data.pack": 4096}, "data.pack"),
+        ({"loop.batch_tokens": 100}, "loop.batch_tokens 100"),
+        ({"loop.micro_tokens": 100}, "loop.micro_tokens loop.batch_tokens"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(together, words):
     build(TrainConfig, **{"adapter.rank": 4})
-    for name, value in (("features.mode", "cached"), ("optim.name", "muon")):
-        with refused("adapter", name, value):
-            build(TrainConfig, **{"adapter.rank": 4, name: value})
+    with refused(words):
+        build(TrainConfig, **together)
 
 
 def test_a_head_without_a_type_is_refused():
@@ -244,13 +257,6 @@ def test_the_example_in_the_docstring_runs(monkeypatch):
     names: dict[str, object] = {}
     exec(example, names)
     assert names["folder"].data.sources == ["conversations.jsonl"]
-
-
-def test_a_group_of_python_may_have_old_names():
-    config = build(TrainConfig)
-    with pytest.warns(FutureWarning, match=r"eval\.new_tokens is called eval\.max_new_tokens now"):
-        config = dataclasses.replace(config, eval={"new_tokens": 12})  # type: ignore[arg-type]
-    assert config.eval.max_new_tokens == 12
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
-from headstart.inference.engines.model_engine import ModelEngine
-from headstart.inference.replay import TOKENS_AT_ONCE, ReplayTarget
-from headstart.inference.trees.stats import acceptance_figures
+from headstart.inference.replay import TOKENS_AT_ONCE
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
@@ -170,55 +168,6 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
         alone = [greedy_answers(target, served, policy, [prompt], 6).stats for prompt in prompts]
         # prompts of many lengths in one batch: the same
         assert Stats.merged(alone).rows == found.trees[name].rows
-
-
-def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(
-    target, examples, monkeypatch
-):
-    head, config = (
-        build_head(target),
-        EvalConfig(prompts=4, max_new_tokens=6, conversations=8, nodes=7),
-    )
-    expected = evaluate(
-        target, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag()
-    )
-    replay = ReplayTarget(target)
-    for _ in range(2):
-        found = evaluate(
-            replay, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag()
-        )
-        assert (found.loss_K, found.accuracy_KI, found.tree) == (
-            expected.loss_K,
-            expected.accuracy_KI,
-            expected.tree,
-        )
-        assert {name: stats.rows for name, stats in found.trees.items()} == {
-            name: stats.rows for name, stats in expected.trees.items()
-        }
-        # the second time: every forward of nodes
-        monkeypatch.setattr(ModelEngine, "_nodes_forward", None)
-
-
-def test_the_card_gets_every_tree_with_its_size(target, examples):
-    config = EvalConfig(prompts=2, max_new_tokens=4, conversations=4, nodes=5)
-    found = evaluate(
-        target,
-        build_head(target),
-        Objective({"ce": 1.0}),
-        examples,
-        config,
-        Accelerator(),
-        StopFlag(),
-    )
-    measured = found.measured(config)
-    assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
-    assert {name: row["nodes"] for name, row in measured["trees"].items()} == {
-        "chain": 4,
-        "static": 5,
-        "dynamic": 5,
-    }
-    for name, row in measured["trees"].items():
-        assert repr(row) == repr({"nodes": row["nodes"], **acceptance_figures(found.trees[name])})
 
 
 def test_a_prompt_is_what_comes_before_the_first_answer():

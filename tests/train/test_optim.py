@@ -9,7 +9,6 @@ import torch
 from messages import refused
 from runs import same_tensors
 from safetensors.torch import load_file
-from torch.optim import AdamW
 
 from headstart.heads import HEADS, build_head
 from headstart.stopping import Stopped
@@ -126,22 +125,6 @@ def test_what_was_saved_goes_on_the_same(tiny_target):
         assert torch.equal(ours, theirs)
 
 
-def test_adamw_alone_has_a_rate_for_each_ratio():
-    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    module = torch.nn.ParameterList([first, second])
-    optimizer, schedule = build_optimizer(
-        module, OptimConfig(lr=0.1, warmup=0.0), 4, {id(second): 4.0}
-    )
-    assert isinstance(optimizer, AdamW)
-    assert [[id(weight) for weight in group["params"]] for group in optimizer.param_groups] == [
-        [id(first)],
-        [id(second)],
-    ]
-    optimizer.step()
-    schedule.step()
-    assert schedule.get_last_lr()[0] == pytest.approx(4 * schedule.get_last_lr()[1])
-
-
 def test_a_run_with_muon_is_resumed_to_the_last_bit(short, changed, monkeypatch, stop_after):
     short = changed(short, optim={"name": "muon"})
     whole = train(changed(short, output=short.output + "-whole"))
@@ -157,12 +140,6 @@ def test_a_run_with_muon_is_resumed_to_the_last_bit(short, changed, monkeypatch,
         load_file(plain / "last" / "model.safetensors")["blocks.0.layers.0.weight"],
         one["blocks.0.layers.0.weight"],
     )
-
-
-def test_muon_is_an_optimizer_of_torch(tiny_target):
-    optimizer, _ = build_optimizer(head_of("medusa", tiny_target), MUON, 10, {})
-    assert isinstance(optimizer, MuonAdamW) and isinstance(optimizer, torch.optim.Optimizer)
-    assert all(group["weight_decay"] == 0.1 for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize(

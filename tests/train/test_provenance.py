@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.checkpoints.save_load import differences, load_head
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, tokenizer_provenance
 from headstart.inference.text.chat_template import data_origin, warn_of_other_data
 from headstart.scripts.generate import GenerateConfig, stream_answer
@@ -106,27 +106,6 @@ def test_another_dtype_is_named_and_nothing_else(head, taught, dtype):
     assert f"dtype 'float32' (trained against) and '{word}' (in use)" in told
 
 
-def test_a_head_that_is_given_as_a_module_is_asked_too(head, taught):
-    loaded, metadata = load_head(head)
-    lm = SpeculativeLM.from_pretrained(taught, loaded, torch.float32)
-    assert lm.provenance == metadata.provenance != {}
-
-
-def test_what_only_one_side_knows_is_no_difference():
-    assert differences({}, {"weights": "a", "dtype": "b"}) == []
-    assert differences({"weights": "a", "later": 1}, {"dtype": "b"}) == []
-    known = {"target": "x", "revision": "1", "dtype": "float32", "chat_template": "a"}
-    assert (
-        differences(
-            known, {"target": "y", "revision": "2", "dtype": "float32", "chat_template": "a"}
-        )
-        == []
-    )
-    assert differences(known, {**known, "chat_template": "b"}) == [
-        "chat template 'a' (trained against) and 'b' (in use)"
-    ]
-
-
 def test_a_head_that_remembers_nothing_is_taken_in_silence(head, taught, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(head, old)
@@ -180,13 +159,3 @@ def test_a_command_says_it_too(head, taught):
     )
     with pytest.warns(UserWarning, match="thinking False"):
         stream_answer(options)
-
-
-def test_a_tokenizer_that_has_got_a_token_is_another_one(taught):
-    tokenizer = load_tokenizer(taught)
-    before = tokenizer_provenance(tokenizer)
-    assert tokenizer_provenance(tokenizer) == before == tokenizer_provenance(load_tokenizer(taught))
-    tokenizer.add_tokens(["<another>"])
-    assert tokenizer_provenance(tokenizer)["tokenizer"] != before["tokenizer"]
-    tokenizer.chat_template = "{{ messages }}"
-    assert tokenizer_provenance(tokenizer)["chat_template"] != before["chat_template"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from runs import last_weights, log_of
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import MedusaHead
@@ -71,20 +72,9 @@ def options(half, plain, tmp_path):
     return plain(tmp_path / "run")
 
 
-def rows_of(folder):
-    return [
-        json.loads(line)
-        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-
-
-def weights(folder):
-    return load_file(Path(folder) / "last" / "model.safetensors")
-
-
 def assert_same_weights(folder, other, atol=0.0):
-    for name, tensor in weights(other).items():
-        torch.testing.assert_close(weights(folder)[name], tensor, atol=atol, rtol=0, msg=name)
+    for name, tensor in last_weights(other).items():
+        torch.testing.assert_close(last_weights(folder)[name], tensor, atol=atol, rtol=0, msg=name)
 
 
 def set_learning_rate(folder, rate):
@@ -179,9 +169,9 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
         train(lower)
     set_learning_rate(config.output, 3e-4)
     train(lower)
-    rates = {row["step"]: row["lr"] for row in rows_of(config.output) if "lr" in row}
+    rates = {row["step"]: row["lr"] for row in log_of(config.output) if "lr" in row}
     train(changed(config, output=str(tmp_path / "before")))
-    before = {row["step"]: row["lr"] for row in rows_of(tmp_path / "before") if "lr" in row}
+    before = {row["step"]: row["lr"] for row in log_of(tmp_path / "before") if "lr" in row}
     for step in range(1, STEPS + 1):
         assert rates[step] == pytest.approx(
             before[step] / (10 if step > STOP else 1), rel=1e-6, abs=1e-12
@@ -192,7 +182,7 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
     assert metadata.training["config"]["optim"]["lr"] == 3e-4
     assert not torch.equal(
         *(
-            weights(folder)[sorted(weights(folder))[0]]
+            last_weights(folder)[sorted(last_weights(folder))[0]]
             for folder in (config.output, tmp_path / "before")
         )
     )
@@ -219,7 +209,7 @@ def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, cha
     )
     config = options_of(TrainConfig, "train", "", ["--config", str(path), "--optim.lr", lower])
     train(config)
-    assert rows_of(options.output)[-1]["step"] == STEPS
+    assert log_of(options.output)[-1]["step"] == STEPS
     assert (
         yaml.safe_load((Path(options.output) / "config.yaml").read_text())["optim"]["lr"]
         == options.optim.lr / 2
@@ -281,19 +271,6 @@ def test_a_disk_that_is_too_small_is_told_before_anything_long_is_written(
 
 
 # Which head is the best one.
-
-
-def test_a_difference_within_chance_is_none():
-    prompts = [[20, 10], [30, 11], [25, 12], [18, 9]]
-    low, high = difference_interval(prompts, prompts)
-    assert low == high == 0
-    better = [[tokens + 5, rounds] for tokens, rounds in prompts]
-    low, high = difference_interval(better, prompts)
-    assert 0 < low < high
-    assert difference_interval(prompts, better) == (pytest.approx(-high), pytest.approx(-low))
-    noisy = [[30, 10], [20, 11], [35, 12], [10, 9]]
-    low, high = difference_interval(noisy, prompts)
-    assert low < 0 < high
 
 
 def test_the_interval_holds_the_true_difference_in_95_of_100_cases():

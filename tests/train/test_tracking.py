@@ -11,7 +11,6 @@ from pathlib import Path
 import accelerate.tracking
 import pytest
 import wandb
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import LoggerType
 from messages import refused
@@ -280,21 +279,6 @@ def test_a_trackers_run_is_the_same_run(short, tracked, changed, offline):
     assert same_tensors(kept, plain)
 
 
-def test_after_a_failure_nothing_more_is_sent(tracked, monkeypatch, capsys):
-    original, calls = Accelerator.log, []
-
-    def log(self, *given, **more):
-        calls.append(0)
-        if len(calls) == 3:
-            lost()
-        original(self, *given, **more)
-
-    monkeypatch.setattr(Accelerator, "log", log)
-    folder = train(tracked("tensorboard"))
-    assert [event.step for event in events(folder).Scalars("train/lr")] == [1, 2]
-    assert len(calls) == 3 and capsys.readouterr().out.count("cannot be reached") == 1
-
-
 def test_an_upload_that_fails_ends_nothing(tracked, offline, monkeypatch, capsys):
     monkeypatch.setattr(tracking, "_upload", lost)
     train(tracked("wandb"))
@@ -318,44 +302,24 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "ends"),
+    "error",
     [
-        (wandb.errors.AuthenticationError("API key must have 40+ characters, has 5."), True),
-        (
-            wandb.errors.CommError(
-                "It appears that you do not have permission to access the requested resource"
-            ),
-            True,
-        ),
-        (
-            wandb.errors.CommError(
-                "returned error 404: entity nobody not found during upsertBucket"
-            ),
-            True,
-        ),
-        (
-            wandb.errors.CommError(
-                "Timed out while retrying: dial tcp: lookup api.wandb.ai: no such host"
-            ),
-            False,
-        ),
+        wandb.errors.AuthenticationError("API key must have 40+ characters, has 5."),
+        wandb.errors.CommError("It appears that you do not have permission to access"),
+        wandb.errors.CommError("returned error 404: entity nobody not found during upsertBucket"),
     ],
 )
 def test_a_key_or_an_entity_that_is_refused_ends_the_run_before_its_first_step(
-    tracked, offline, monkeypatch, capsys, error, ends
+    tracked, offline, monkeypatch, error
 ):
     def init(*given, **more):
         raise error
 
     monkeypatch.setattr(wandb, "init", init)
     config = tracked("wandb", entity="nobody")
-    if ends:
-        with refused("loop.tracker refuses"):
-            train(config)
-        assert not (Path(config.output) / "log.jsonl").exists()
-    else:
-        assert (train(config) / "last").is_dir()
-        assert capsys.readouterr().out.count("cannot be reached") == 1
+    with refused("loop.tracker refuses"):
+        train(config)
+    assert not (Path(config.output) / "log.jsonl").exists()
 
 
 def test_without_a_key_nothing_is_loaded(tracked, offline, monkeypatch):
@@ -396,20 +360,6 @@ def test_options_that_a_tracker_does_not_know_are_refused(tracked):
     with refused("tracking.entity 'me'"):
         tracked("tensorboard", entity="me")
     tracked("none", entity="me")  # switched off
-
-
-def test_a_run_from_before_there_was_a_group_of_options_continues_with_any(
-    short, changed, monkeypatch, stop_after
-):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Stopped):
-            train(short)
-    path = Path(short.output) / "config.yaml"
-    before = yaml.safe_load(path.read_text())
-    del before["tracking"]
-    path.write_text(yaml.safe_dump(before))
-    train(changed(short, loop={"tracker": "tensorboard"}, tracking=TrackingConfig(project="p")))
 
 
 # What is sent.

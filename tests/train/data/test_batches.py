@@ -92,11 +92,6 @@ def test_going_on_from_a_step_is_what_would_have_come(step, pack):
     assert list(itertools.islice(whole.from_step(step), 9)) == expected
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 126), (2, 252), (0.5, 63), (2.01, 254)])
-def test_the_steps_of_epochs_are_counted(epochs, steps):
-    assert Order(LENGTHS, 8, 0).count(epochs) == steps  # 1,003 conversations, 8 a step
-
-
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [None, 1, 2])
 @pytest.mark.parametrize("count", [8, 5, 1])

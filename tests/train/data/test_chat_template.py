@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import split_examples
 from messages import refused
-from templates import CHATML, LLAMA3, Family, tokenizer_of
+from templates import CHATML, Family, tokenizer_of
 from tokenizers import processors
 
 from headstart.inference.text.chat_template import (
@@ -20,7 +20,6 @@ from headstart.inference.text.chat_template import (
     variables_read,
     warn_of_unread_variables,
 )
-from headstart.inference.text.prompt_files import read_prompts
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, encode
@@ -94,12 +93,6 @@ def test_the_loss_mask_covers_exactly_what_the_assistant_writes(turns):
     assert tokenizer.decode(example.tokens) == tokenizer.apply_chat_template(
         messages, tokenize=False
     )
-
-
-def test_an_answer_that_the_template_trims_is_masked_as_the_model_would_write_it():
-    tokenizer = build_tokenizer(LLAMA3, "<|eot_id|>")
-    (example,) = encoded([("user", " hi "), ("assistant", "  padded answer \n")], tokenizer)
-    assert answers_in(example, tokenizer) == ["padded answer<|eot_id|>"]
 
 
 def test_a_generation_prompt_that_ends_in_a_space_is_no_answer_even_if_offsets_leave_spaces_out():
@@ -233,26 +226,6 @@ def test_a_row_of_tokens_is_the_sequence_itself():
     ]
     assert encode(row, tokenizer, frozenset(), 3) == [Example([5, 6, 7], [False, False, True])]
     assert encode(row, tokenizer, frozenset(), 2) == []
-
-
-GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (b"{broken", "not JSON"),
-        (b'{"text": "hi"}', "no conversation"),
-        (b'{"messages": [{"role": "user"}]}', "message 0"),
-        (b'{"messages": "\xff"}', ""),
-    ],
-)
-@pytest.mark.parametrize("read", [read_conversations, read_prompts])
-def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, words, read):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(GOOD.encode() + b"\n\n" + line + b"\n")
-    with refused(f"bad.jsonl 3 {words}"):
-        read(str(path))
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all.jsonl", "no-such-owner/no-such-data-set"])

@@ -108,15 +108,6 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
-def test_a_file_is_written_in_four_parts_at_least(config, monkeypatch):
-    sizes, original = [], selfmade._batches
-    monkeypatch.setattr(
-        selfmade, "_batches", lambda *given: sizes.append(given[1]) or original(*given)
-    )
-    made(config, conversations=8, batch_size=1)
-    assert sizes == [2]
-
-
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
     asked, encoded = [], selfmade.prompt_ids
@@ -389,27 +380,11 @@ def test_the_distinct_share_counts_n_grams():
     assert distinct_share([7] * 10) == 1  # too short to say
 
 
-def test_the_user_prefix_ends_where_the_users_words_begin(tokenizer):
+def test_the_user_prefix_ends_where_the_users_words_begin(tokenizer, monkeypatch):
     assert user_prefix(tokenizer) == "<|im_start|>user\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "prefix"),
-    [
-        (
-            "<|im_start|>system\nHelp.<|im_end|>\n[{{ messages[0]['content'] }}]",
-            "<|im_start|>system\nHelp.<|im_end|>\n[",
-        ),
-        ("{{ messages[0]['content'] | lower }}", None),
-    ],
-)
-def test_the_user_prefix_of_other_templates(tokenizer, monkeypatch, template, prefix):
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    if prefix is not None:
-        assert user_prefix(tokenizer) == prefix
-    else:
-        with refused("changes words"):
-            user_prefix(tokenizer)
+    before = "<|im_start|>system\nHelp.<|im_end|>\n["
+    monkeypatch.setattr(tokenizer, "chat_template", before + "{{ messages[0]['content'] }}]")
+    assert user_prefix(tokenizer) == before
 
 
 def test_a_tokenizer_without_a_padding_token_will_do(config, talker, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import shutil
 
@@ -414,25 +413,3 @@ def test_states_lost_between_two_starts_are_computed_again(short, stop_after, mo
     folder = short.output + "/features"
     shutil.rmtree(folder)
     assert last_weights(train(short)).keys()
-
-
-def test_packing_several_sequences_does_not_change_their_states_or_their_loss(
-    target, head, examples
-):
-    apart = [
-        online_features(target, head, collate([example]), torch.float64) for example in examples
-    ]
-    rows = [examples[:3], examples[3:5], examples[5:]]
-    batch = collate_rows(rows)
-    together = online_features(target, head, batch, torch.float64)
-    for (row, place), alone in zip(batch.places(), apart, strict=True):
-        torch.testing.assert_close(
-            together.last_BTD[row, place], alone.last_BTD[0], atol=1e-10, rtol=0
-        )
-    torch.testing.assert_close(
-        head(together).loss, sum(head(alone).loss for alone in apart), rtol=1e-10, atol=0
-    )
-    positions = list(
-        itertools.chain.from_iterable(range(len(example.tokens)) for example in rows[0])
-    )
-    assert batch.positions_BT[0, : len(positions)].tolist() == positions

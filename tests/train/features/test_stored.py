@@ -20,8 +20,6 @@ from headstart.inference import Target, feature_cache
 from headstart.inference.feature_cache import FeatureCache, key_of
 from headstart.scripts.features import precompute
 from headstart.train.config import FeaturesConfig
-from headstart.train.features import online
-from headstart.train.features import stored as stored_features
 from headstart.train.features.sources import StateSource
 from headstart.train.loop import Callback, train
 
@@ -175,16 +173,6 @@ def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(short):
         train(short, source=partial(TwinStates, "nothing"))
 
 
-def test_states_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(
-    short, monkeypatch, tmp_path
-):
-    features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
-    monkeypatch.setattr(online, "free_bytes", lambda path: 1000)
-    with refused("GiB"):
-        train(dataclasses.replace(short, features=features))
-    assert [path.name for path in (tmp_path / "states").iterdir()] == ["manifest.json"]
-
-
 def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkeypatch):
     """One writes the shard while the other, on another machine, is about to put its own in the same
     place."""
@@ -222,26 +210,3 @@ def test_a_broken_answer_is_named(stored, text):
         path.write_text(text)
     with refused("answers/"):
         train(stored)
-
-
-def test_recorded_texts_are_opened_only_for_states_that_have_no_key_of_their_own(
-    monkeypatch, tmp_path
-):
-    text_T = torch.arange(5)
-    states_TLD = torch.rand(5, 1, 2)
-
-    class Cache(dict):
-        layers = (-1,)
-        folder = tmp_path
-        stored = dict.__getitem__
-
-    opened = []
-    monkeypatch.setattr(stored_features, "text_shards", lambda folder: ["a text"])
-    monkeypatch.setattr(
-        stored_features,
-        "text_row",
-        lambda path: opened.append(path) or {"input_ids": text_T.tolist()},
-    )
-    source = stored_features.FolderStates(Cache({key_of(text_T): (states_TLD, None)}), max_length=3)
-    assert torch.equal(source.states(text_T, 0)[0], states_TLD) and not opened
-    assert torch.equal(source.states(text_T[:3], 0)[0], states_TLD[:3]) and len(opened) == 1
