@@ -108,6 +108,15 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
+def test_a_file_is_written_in_four_parts_at_least(config, monkeypatch):
+    sizes, original = [], selfmade._batches
+    monkeypatch.setattr(
+        selfmade, "_batches", lambda *given: sizes.append(given[1]) or original(*given)
+    )
+    made(config, conversations=8, batch_size=1)
+    assert sizes == [2]
+
+
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
     asked, encoded = [], selfmade.prompt_ids
