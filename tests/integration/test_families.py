@@ -76,7 +76,6 @@ FAMILIES = {
     "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
     **HYBRIDS,
 }
-NO_SDPA = ("gemma2, soft-capped and alternating", "mamba-2 alone")
 SHAPES = {
     "chain": TreeShape.chain(4),
     "tree": TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]]),
@@ -116,34 +115,6 @@ def rows_of(lengths, vocab=VOCAB):
         torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length))
         for length in lengths
     ]
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_is_generate_for_it_alone(tools, family, attention):
-    if attention == "sdpa" and family in NO_SDPA:
-        pytest.skip("the model has no sdpa")
-    target = build(family, attention)
-    settings = {
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-    }
-    for lengths in ([11], [9, 2, 5]):
-        rows = rows_of(lengths)
-        truths = [written_alone(target.model, row, **settings) for row in rows]
-        assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, (
-            "the model says nothing"
-        )
-        padded, mask = padded_batch(rows)
-        for name, shape in SHAPES.items():
-            by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths)}
-            lm = SpeculativeLM(target, tools.PromptOracle(shape, by_prompt, VOCAB, wrong=0.1))
-            output = lm.generate(padded, attention_mask=mask, **settings)
-            assert output.sequences[:, padded.shape[1] :].tolist() == truths, name
-            assert output.stats.acceptance_length > 1.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
