@@ -279,6 +279,14 @@ def retrieval(target: Target, reference: Target) -> dict[str, Any]:
     return {"drafter": HistoryDrafter(12, 6, corpus=corpus)}
 
 
+def parallel(target: Target, reference: Target) -> dict[str, Any]:
+    """A draft model that drafts all depths in one forward, after mask tokens."""
+    model = lively(dense).to(target.dtype).eval().requires_grad_(False)
+    model.config.spd_type = "pard"
+    model.config.pard_token = VOCAB - 1
+    return {"drafter": Target(model.to(target.device))}
+
+
 class OnesOwn(Drafter):
     """A drafter of a user's own, made on the host, which mostly knows what will be written."""
 
@@ -310,8 +318,10 @@ DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
     "nothing": lambda *_: {},
     **{kind: with_head(kind) for kind in sorted(HEADS)},
     "prompt-lookup": lambda *_: {"drafter": "prompt-lookup"},
+    "history": lambda *_: {"drafter": "history"},
     "retrieval": retrieval,
     "model": draft_model,
+    "parallel model": parallel,
     "head and history": with_head("eagle", drafter="history"),
     "one's own": lambda *_: {"drafter": OnesOwn()},
 }
@@ -345,11 +355,13 @@ BATCHES: dict[str, tuple[list[int], str, int | None, list[int]]] = {
     "padded right": ([16, 1, 7], "right", None, [5]),
     "slots": ([7, 3, 16, 5, 2], "left", 2, [5]),
 }
-CALLS: dict[str, list[tuple[int, list[int]]]] = {
+CALLS: dict[str, list[tuple[int | None, list[int]]]] = {
     "one call": [(0, [])],
+    "asked again": [(0, []), (None, [])],
     "conversation": [(0, []), (0, [4, 2, 6]), (6, [3]), (40, [1, 5])],
 }
-"""For each call how many tokens of the text so far are taken back, and what is added."""
+"""For each call how many tokens of the text so far are taken back, None for the whole answer, and
+what is added."""
 
 AXES: dict[str, dict[str, Any]] = {
     "drafter": DRAFTERS,
@@ -373,7 +385,8 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("encoder-decoder",), ("padded left", "padded right", "slots"), "one row at a time"),
     (("encoder-decoder",), ("conversation",), "cannot be continued"),
     (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
-    (("prompt-lookup",), NAMED, "takes no tree"),
+    (("encoder-decoder",), ("parallel model",), "one of them is an encoder-decoder"),
+    (("prompt-lookup", "history"), NAMED, "takes no tree"),
     (MADE, NAMED, "made already"),
     (("head and history",), DRAWN, "sampled drafts cannot take turns"),
 ]
@@ -517,9 +530,13 @@ def check(case: Case) -> None:
     _, compiled, _ = ENGINES[case["engine"]]
     lm = SpeculativeLM.from_pretrained(target, compile=compiled, **options)
     past = Conversation() if case["calls"] == "conversation" else None
-    rows = [prompt_of(length, number) for number, length in enumerate(lengths)]
+    prompts = [prompt_of(length, number) for number, length in enumerate(lengths)]
+    rows = prompts
     for turn, (back, added) in enumerate(CALLS[case["calls"]]):
-        rows = [[*row[: max(len(row) - back, 2 if turn else len(row))], *added] for row in rows]
+        if back is None:
+            rows = prompts
+        else:
+            rows = [[*row[: max(len(row) - back, 2 if turn else len(row))], *added] for row in rows]
         padded, mask = padded_batch([torch.tensor(row) for row in rows], side)
         settings: dict[str, Any] = {**SETTINGS, "eos_token_id": ends, "do_sample": False}
         generator = torch.Generator().manual_seed(turn)

@@ -4,11 +4,9 @@ other drafts by that."""
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
-from helpers import padded_batch, written_alone
 
 from headstart.heads import build_head
 from headstart.inference import History, SpeculativeLM
@@ -123,31 +121,6 @@ def wrong_by(rates):
     """Rates that say nothing will be accepted."""
     rates._right = [0.0] * len(rates._right)
     return rates
-
-
-@pytest.mark.parametrize("given", ["history", "beside a head", "default"])
-@pytest.mark.parametrize("slots", [None, 2])
-def test_greedy_is_generate_for_each_row_alone_with_earlier_answers(target, head, given, slots):
-    options = {
-        "history": {"drafter": "history", "adaptive": False},
-        "beside a head": {"head": head, "drafter": "history:6", "tree": "branch:2x1"},
-        "default": {"head": head},
-    }[given]
-    lm = SpeculativeLM.from_pretrained(target, **options)
-    chance = random.Random(3)
-    rows = [torch.tensor([chance.randrange(VOCAB) for _ in range(4 + i)] * 2) for i in range(5)]
-    padded, mask = padded_batch(rows)
-    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [3], "pad_token_id": 0}
-    truths = [written_alone(target.model, row, **settings) for row in rows]
-    rounds = []
-    for _ in range(3):
-        output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
-        for truth, found in zip(
-            truths, output.sequences[:, padded.shape[1] :].tolist(), strict=True
-        ):
-            assert found[: len(truth)] == truth and not any(found[len(truth) :])
-        rounds.append(output.stats.rounds)
-    assert rounds[2] < rounds[0]  # the same answers again
 
 
 def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
@@ -278,23 +251,3 @@ def test_what_does_not_fit_is_refused(target, head):
         SpeculativeLM.from_pretrained(target, head, drafter="model:small")
     sampled = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2")
     assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())
-
-
-def test_rows_keep_their_own_texts(target):
-    """Batches that shrink and grow: each row's matches are those of its own text."""
-    lm = SpeculativeLM.from_pretrained(target, drafter=History(earlier=False), adaptive=False)
-    rows = [torch.tensor([1, 2, 3] * (i + 1)) for i in range(5)]
-    padded, mask = padded_batch(rows)
-    seen = []
-    drafter = lm.drafter
-    observe = drafter.observe
-
-    def watched(finished):
-        observe(finished)
-        for row in drafter.rows:
-            text = row.text.last(10**6)
-            seen.append(all(a >= 0 for a, _ in pairwise(text)))
-
-    drafter.observe = watched
-    lm.generate(padded, attention_mask=mask, max_batch_size=2, max_new_tokens=12, eos_token_id=[3])
-    assert seen and all(seen)

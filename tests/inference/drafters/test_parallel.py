@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import build_model, padded_batch, written_alone
+from helpers import build_model, padded_batch
 
-from headstart.inference import Conversation, RoundObserver, SmallerModel, SpeculativeLM, Target
+from headstart.inference import RoundObserver, SmallerModel, SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.specs import drafter_spec
 
@@ -27,20 +27,6 @@ def parallel(seed=3, mask=MASK):
 
 def rows():
     return [torch.tensor(row) for row in ([5, 6, 7], [1], [2, 3, 4, 5, 9, 2], [8, 8])]
-
-
-@pytest.mark.parametrize(
-    "tree", ["auto", "chain:3", "branch:2x2", "dynamic:6:3:2", "drawn:chain:3"]
-)
-@pytest.mark.parametrize("slots", [None, 2])
-def test_greedy_is_generate_for_each_row_alone(target, tree, slots):
-    lm = SpeculativeLM.from_pretrained(target, drafter=parallel(), tree=tree, adaptive=False)
-    padded, mask = padded_batch(rows())
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3], "pad_token_id": 0}
-    found = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences
-    for row, text in zip(rows(), found[:, padded.shape[1] :].tolist(), strict=True):
-        expected = written_alone(target.model, row, **settings)
-        assert text[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("slots", [None, 2])
@@ -85,17 +71,3 @@ def test_an_id_is_a_smaller_model_and_its_mask_is_checked(target, tmp_path):
     for wrong in (VOCAB, -1, None, "x"):
         with pytest.raises(ValueError, match="pard_token"):
             make_drafter(target, Target(parallel(mask=wrong)))
-
-
-def test_a_conversation_goes_on(target):
-    lm = SpeculativeLM.from_pretrained(target, drafter=parallel(), adaptive=False)
-    past = Conversation()
-    text = torch.tensor([[5, 6, 7, 8]])
-    settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    for turn in ([], [4, 4], [1]):
-        text = torch.cat([text, torch.tensor([turn], dtype=torch.int64)], dim=1)
-        ones = torch.ones_like(text)
-        expected = target.model.generate(text, attention_mask=ones, **settings)
-        output = lm.generate(text, attention_mask=ones, past_key_values=past, **settings)
-        text = output.sequences
-        assert torch.equal(text, expected)
