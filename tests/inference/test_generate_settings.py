@@ -9,14 +9,10 @@ import pytest
 import torch
 from helpers import padded_batch
 from transformers import (
-    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -58,136 +54,6 @@ def a_head(target, kind="eagle3", seed=0, **options):
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
-
-
-def only(*tokens):
-    return lambda row, text: sorted({(int(text[-1]) * 7 + row + place) % VOCAB for place in tokens})
-
-
-SETTINGS = {
-    "repetition": {"repetition_penalty": 1.4},
-    "n-grams": {"no_repeat_ngram_size": 2},
-    "bad words": {"bad_words_ids": [[4], [9, 2], [3, 5, 7]]},
-    "minimum of new tokens": {"min_new_tokens": 9, "eos_token_id": [2, 3, 5, 7, 11, 13]},
-    "suppressed": {"suppress_tokens": [1, 2, 3, 4, 5]},
-    "suppressed first": {"begin_suppress_tokens": [*range(20)]},
-    "forced end": {"forced_eos_token_id": 6},
-    "end wanted more and more": {"exponential_decay_length_penalty": (4, 1.8), "eos_token_id": 8},
-    "bias": {"sequence_bias": {(5,): 3.0, (1, 2): -4.0}},
-    "renormalised": {"renormalize_logits": True, "repetition_penalty": 1.1},
-    "several": {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "min_new_tokens": 5,
-        "eos_token_id": [1, 9],
-    },
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_with_every_processor_a_row_is_generate_for_it_alone(tiny_target, tools, name):
-    target, settings = tiny_target(vocab_size=VOCAB), {**PLAIN, **SETTINGS[name]}
-    truths = [stock(target, row, **settings).tolist() for row in ROWS]
-    plain = [stock(target, row, eos_token_id=settings.get("eos_token_id")).tolist() for row in ROWS]
-    assert truths != plain, "the processor has nothing to do"
-    input_ids, mask = padded_batch(ROWS)
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
-    output = lm.generate(input_ids, attention_mask=mask, **settings)
-    width = max(map(len, truths))
-    assert output.sequences[:, input_ids.shape[1] :].tolist() == [
-        row + [0] * (width - len(row)) for row in truths
-    ]
-    assert output.stats.acceptance_length > 1.3
-
-
-def test_a_constraint_sees_its_row_and_only_texts_that_it_allows(tiny_target, tools):
-    target, allowed = tiny_target(vocab_size=VOCAB), only(0, 5)
-
-    def checked(row, text):
-        new = text[len(ROWS[row]) :].tolist()
-        for before, token in zip([int(ROWS[row][-1]), *new], new):
-            assert token in allowed(row, torch.tensor([before])), (
-                "asked after a text that was forbidden"
-            )
-        return allowed(row, text)
-
-    truths = [
-        stock(
-            target,
-            row,
-            prefix_allowed_tokens_fn=lambda _, text, number=number: allowed(number, text),
-        ).tolist()
-        for number, row in enumerate(ROWS)
-    ]
-    input_ids, mask = padded_batch(ROWS)
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
-    output = lm.generate(input_ids, attention_mask=mask, prefix_allowed_tokens_fn=checked, **PLAIN)
-    assert output.sequences[:, input_ids.shape[1] :].tolist() == truths
-    assert output.stats.acceptance_length > 1.3
-
-
-class Sum(StoppingCriteria):
-    """Stops when the new tokens' sum is large; keeps what it was shown."""
-
-    def __init__(self, prompt):
-        self.prompt, self.shown = prompt, []
-
-    def __call__(self, input_ids, scores, **_):
-        self.shown += input_ids.tolist()
-        return input_ids[:, self.prompt :].sum(-1) > 150
-
-
-def test_a_criterion_of_the_users_own_is_asked_after_every_token(tiny_target, tools):
-    target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
-    truth = stock(target, row, max_new_tokens=40).tolist()
-    theirs, ours = Sum(len(row)), Sum(len(row))
-    expected = stock(
-        target, row, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([theirs])
-    )
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth], VOCAB, wrong=0.1))
-    settings = {**PLAIN, "max_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([ours])}
-    written = lm.generate(
-        row[None], attention_mask=torch.ones_like(row[None]), **settings
-    ).sequences[0, len(row) :]
-    assert torch.equal(written, expected) and len(written) < 40
-    assert ours.shown == theirs.shown
-
-
-def test_a_shorter_maximum_among_the_criteria_counts(tiny_target):
-    target, row = tiny_target(vocab_size=VOCAB), ROWS[0]
-    criteria = StoppingCriteriaList([MaxLengthCriteria(len(row) + 5)])
-    written = SpeculativeLM(target).generate(
-        row[None], attention_mask=torch.ones_like(row[None]), **PLAIN, stopping_criteria=criteria
-    )
-    assert written.sequences.shape[1] == len(row) + 5
-
-
-@pytest.mark.parametrize("in_config", [False, True])
-def test_stop_strings_stop_where_generate_stops(tiny_target, tools, tokenizer, in_config):
-    target, row = tiny_target(), ROWS[1]
-    truth = stock(target, row, max_new_tokens=40)
-    text = tokenizer.decode(truth)
-    stop = next(
-        text[i : i + 2]
-        for i in range(8, 30)
-        if text.index(text[i : i + 2]) == i and text[i : i + 2].isascii()
-    )
-    expected = stock(
-        target, row, max_new_tokens=40, stop_strings=[stop, "never said"], tokenizer=tokenizer
-    )
-    assert len(expected) < 40
-    settings = {
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "stop_strings": [stop, "never said"],
-    }
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth.tolist()], 258, wrong=0.1))
-    given = {"generation_config": GenerationConfig(**settings)} if in_config else settings
-    written = lm.generate(
-        row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **given
-    ).sequences
-    assert torch.equal(written[0, len(row) :], expected)
 
 
 @pytest.mark.parametrize("reads_text", [{}, {"repetition_penalty": 1.3}])
@@ -253,20 +119,6 @@ def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_targe
     assert first.shape == (10, len(ROWS[3]) + 9)
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len({tuple(row) for row in first.tolist()}) > 5
-
-
-def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target):
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(
-        target, a_head(target, draft_vocab_size=13), tree="drawn:branch:2x2x1", adaptive=False
-    )
-    input_ids, mask = padded_batch(ROWS)
-    state = torch.get_rng_state()
-    output = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    assert output.sequences[:, input_ids.shape[1] :].tolist() == [
-        stock(target, row).tolist() for row in ROWS
-    ]
-    assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
 
 
 @pytest.mark.parametrize(
@@ -420,16 +272,6 @@ def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source)
         **PLAIN,
     )
     assert torch.equal(output.sequences, written) and output.stats.rounds > 0
-
-
-def test_a_plain_model_is_left_as_it_was_and_others_may_follow(tiny_target):
-    method = custom_generate(a_head(tiny_target(vocab_size=VOCAB, layers=3)))
-    for seed in (0, 1, 0):
-        target = tiny_target(vocab_size=VOCAB, layers=3, seed=seed)
-        target.model.requires_grad_(True)
-        written = target.model.generate(ROWS[0][None], custom_generate=method, **PLAIN)
-        assert written[0, len(ROWS[0]) :].tolist() == stock(target, ROWS[0]).tolist()
-        assert all(parameter.requires_grad for parameter in target.model.parameters())
 
 
 def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_path, monkeypatch):

@@ -260,22 +260,6 @@ def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compi
     assert torch.get_default_dtype() == default
 
 
-def test_an_adapter_in_train_mode(tiny_target):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_target(vocab_size=VOCAB).model, config).eval()
-    expected = model.generate(input_ids=ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
-    model.train()
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
-    assert torch.equal(
-        lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
-    )
-    assert model.training
-
-
 class Calls:
     """A streamer that calls something in the middle of a generation."""
 

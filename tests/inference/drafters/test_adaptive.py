@@ -192,32 +192,6 @@ def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
     assert drafter.records[True, 1].candidates != greedy.candidates
 
 
-@pytest.mark.parametrize("tree", ["chain:1|chain:3", "auto"])
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "model", None])
-@pytest.mark.parametrize("slots", [None, 2])
-def test_everything_adapts(target, tree, drafter, slots):
-    """A hybrid, a choice of trees, a source: whatever is drafted, and wherever rows begin and
-    end."""
-    if drafter == "prompt-lookup" and tree != "auto":
-        tree = "chain:1|chain:3"
-    head = None if drafter == "model" else a_head(target)
-    drafter = other_model(target) if drafter == "model" else drafter
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, drafter=drafter)
-    if drafter != "prompt-lookup" or head is not None:
-        assert adaptive_of(lm).plain
-    rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [3, 7], "pad_token_id": 0}
-    for _ in range(2):
-        found = lm.generate(
-            rows, attention_mask=torch.ones_like(rows), max_batch_size=slots, **settings
-        ).sequences
-        for row, text in zip(rows, found.tolist(), strict=True):
-            stock = target.model.generate(
-                row[None], attention_mask=torch.ones_like(row)[None], **settings
-            )[0].tolist()
-            assert text[: len(stock)] == stock
-
-
 def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
     head = a_head(target)
     assert SpeculativeLM.from_pretrained(target).drafter.max_nodes == 1
@@ -246,11 +220,6 @@ def test_trees_of_one_head_share_its_state_and_have_room_in_it(target):
     assert fresh_first.rows is fresh_second.rows and fresh_first.rows is not first.rows
     assert (fresh_first.shape, fresh_second.shape) == (first.shape, second.shape)
     assert AdaptiveDrafter(drafter.trees).trees[1].rows.lazy
-
-
-def test_a_drafter_by_object_takes_no_tree(target):
-    with pytest.raises(ValueError, match="a drafter that is made already"):
-        SpeculativeLM.from_pretrained(target, drafter=Useless(), tree="chain:3")
 
 
 def test_trees_that_do_not_go_together_are_refused(target):

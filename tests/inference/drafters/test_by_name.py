@@ -253,13 +253,6 @@ def test_what_is_no_drafter_is_refused(target, word, message):
     assert word.split(":")[0] in {**SPECS, **REMOVED} or "unknown" in message
 
 
-def test_a_tree_for_a_source_that_takes_none_is_refused(target):
-    with pytest.raises(ValueError, match="takes no tree 'chain:3'"):
-        SpeculativeLM.from_pretrained(
-            target, drafter="prompt-lookup", tree="chain:3", adaptive=False
-        )
-
-
 def test_other_vocabularies_and_other_tokenizers_are_refused(
     target, tiny_target, target_folder, tmp_path
 ):

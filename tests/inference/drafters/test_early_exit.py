@@ -16,13 +16,6 @@ from headstart.inference.trees.verify import RULES, choose_rule
 VOCAB = 20
 
 
-def medusa(target, **options):
-    torch.manual_seed(1)
-    head = build_head("medusa", {"num_heads": 4} | options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    return head
-
-
 def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
     """A model that drafts for itself: each length is where its own distribution first falls below
     the threshold."""

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.heads import DraftHead, DraftState, TargetModules, build_head
-from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
+from headstart.inference import DynamicShape, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree
+from headstart.inference.drafters.tree_policies import StaticTree
 from headstart.inference.trees.sampling import RandomSampler
 from headstart.inference.trees.verify import emitted_tokens, point_mass
 
@@ -233,23 +233,6 @@ def test_trees_deeper_than_the_head_are_refused(policy):
         tree_drafter(PathHead(6), policy, ENDS)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [((1, 3, 2), "not 1, 3 and 2"), ((4, 0, 2), "not 4, 0 and 2"), ((4, 3, 0), "not 4, 3 and 0")],
-)
-def test_limits_that_leave_no_tree_are_refused(numbers, message):
-    with pytest.raises(
-        ValueError, match=f"a dynamic tree needs at least 2 nodes, depth 1 and width 1, {message}"
-    ):
-        DynamicShape(*numbers)
-
-
-def test_a_policy_decides_the_drafter():
-    head = PathHead(6)
-    assert type(tree_drafter(head, TreeShape.chain(2), ENDS)) is StaticTree
-    assert type(tree_drafter(head, DynamicShape(5, 2, 2), ENDS)) is DynamicTree
-
-
 # Static trees.
 
 
@@ -268,10 +251,7 @@ def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
         assert paths_of(tree, row) == expected
 
 
-# In the loop: greedy identity.
-
-VOCAB = 7
-SELECT = HeadDrafter.select
+# In the loop: exactness.
 
 
 def model_head(name, target, seed, **options):
@@ -279,9 +259,7 @@ def model_head(name, target, seed, **options):
     vocabulary."""
     torch.manual_seed(seed)
     given = {
-        "eagle": {"depth": 4},
         "eagle3": {"depth": 4, "feature_layers": [0, -1]},
-        "hydra++": {"num_heads": 4},
         "medusa": {"num_heads": 4},
     }[name]
     head = build_head(name, {**given, **options}, target.info).to(target.dtype)
@@ -289,117 +267,6 @@ def model_head(name, target, seed, **options):
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
-
-
-def prompted(head, monkeypatch, texts, missing=6, strength=9):
-    """A head that runs as ever but is told the true tokens, so that deep paths are accepted; not
-    every `missing`th."""
-    drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
-    observe, expand, committed, rows = head.observe, head.expand, [0] * len(texts), [*texts]
-
-    def counted(state, features_BAF, next_tokens_BA, lengths_B):
-        committed[:] = [before + length for before, length in zip(committed, lengths_B.tolist())]
-        return observe(state, features_BAF, next_tokens_BA, lengths_B)
-
-    def biased(state, tokens_BW, parents_BW):
-        logits_BWV, after = expand(state, tokens_BW, parents_BW)
-        logits_BWV = logits_BWV.clone()
-        for row, (text, length) in enumerate(zip(rows, committed, strict=True)):
-            place = length + 1 + state.depth
-            if place < len(text) and place % missing and text[place] in drafted:
-                logits_BWV[row, :, drafted.index(text[place])] += strength
-        return logits_BWV, after
-
-    def selected(drafter, rows_R):
-        chosen = rows_R.tolist()
-        rows[:], committed[:] = [rows[row] for row in chosen], [committed[row] for row in chosen]
-        SELECT(drafter, rows_R)
-
-    monkeypatch.setattr(HeadDrafter, "select", selected)
-    monkeypatch.setattr(head, "observe", counted)
-    monkeypatch.setattr(head, "expand", biased)
-    return head
-
-
-def alone(target, row, **settings):
-    """What the target writes for one row, unpadded."""
-    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[
-        0, len(row) :
-    ]
-
-
-@pytest.mark.parametrize(
-    "tree", ["dynamic:14:4:4", "dynamic:30:3:7", "dynamic:5:4:1", "dynamic:8:2:3"]
-)
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name, tree):
-    accepted = []
-    for seed in range(3):
-        target = tiny_target(vocab_size=VOCAB, seed=seed, layers=3)
-        options = {"draft_vocab_size": 5} if seed == 1 else {}
-        random = torch.Generator().manual_seed(seed)
-        rows = [torch.randint(VOCAB, (length,), generator=random) for length in (3 + 5 * seed, 9)]
-        longest = max(map(len, rows))
-        padded, mask = (
-            torch.zeros(2, longest, dtype=torch.int64),
-            torch.zeros(2, longest, dtype=torch.int64),
-        )
-        for i, row in enumerate(rows):
-            padded[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
-        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-        expected = [alone(target, row, **settings) for row in rows]
-        texts = [[*row.tolist(), *written.tolist()] for row, written in zip(rows, expected)]
-        head = prompted(model_head(name, target, seed, **options), monkeypatch, texts)
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
-        written = lm.generate(padded, attention_mask=mask, **settings)
-        for found, wanted in zip(written.sequences, expected):
-            assert torch.equal(found[longest:], wanted)
-        accepted += [record.accepted for row in written.stats.rows for record in row]
-    assert max(accepted) == tree_policy(tree).depth
-
-
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name):
-    """Nor do they run out of room: what a row commits past its last token must not cost another its
-    place."""
-    target = tiny_target(vocab_size=VOCAB, seed=1, layers=3)
-    rows = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
-    settings = {"do_sample": False, "pad_token_id": 0}
-    # only every other row is told: the rest needs a round for almost each token
-    whole = [
-        [*row.tolist(), *alone(target, row, max_new_tokens=33, **settings).tolist()] for row in rows
-    ]
-    texts = [text if i % 2 else [] for i, text in enumerate(whole)]
-    lengths = set()
-    for eos in range(3):
-        settings |= {"max_new_tokens": 25, "eos_token_id": eos}
-        expected = [alone(target, row, **settings) for row in rows]
-        head = prompted(model_head(name, target, 1), monkeypatch, texts)
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree="dynamic:20:4:4", adaptive=False)
-        written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings).sequences[
-            :, 6:
-        ]
-        for found, wanted in zip(written, expected):
-            lengths.add(len(wanted))
-            assert torch.equal(found[: len(wanted)], wanted) and not found[len(wanted) :].any()
-    assert len(lengths) > 2
-
-
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
-@pytest.mark.parametrize("tree", ["dynamic:2:4:3", "dynamic:4:4:1"])
-def test_a_tree_may_have_fewer_nodes_than_it_may_be_deep(tiny_target, name, tree):
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(
-        target, head=model_head(name, target, 0), tree=tree, adaptive=False
-    )
-    rows = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings)
-    for found, row in zip(written.sequences, rows):
-        assert torch.equal(found[6:], alone(target, row, **settings))
-
-
-# In the loop: exactness.
 
 
 def joint_of(probs_of, vocab, length):

@@ -22,7 +22,7 @@ from transformers import (
     RoFormerForCausalLM,
 )
 
-from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
+from headstart.inference import SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.tree_policies import StaticTree
 from headstart.inference.speculative_lm import Call
@@ -150,31 +150,6 @@ def test_chains_write_what_generate_writes(tools, name):
         assert stats.acceptance_length > 2.5
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_batch_is_decoded_row_by_row(name):
-    model = scaled(MODELS[name]())
-    target = Target(model)
-    lm = SpeculativeLM.from_pretrained(target, eagle3(target), adaptive=False, compile=False)
-    prompts = [prompt_of(length) for length in (4, 11, 7, 11)]
-    truths = [alone(model, prompt, 18) for prompt in prompts]
-    assert decoded(lm, prompts, 18)[0] == truths
-    assert decoded(lm, prompts, 18, max_batch_size=2)[0] == truths
-
-
-def test_a_tree_of_lookups_is_cut_to_its_longest_path(tools):
-    """Lookups join continuations to a tree: the longest is verified."""
-    model = scaled(MODELS["bloom"]())
-    target = Target(model)
-    prompt = prompt_of(9)
-    truth = alone(model, prompt, 24)
-    shape = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)])
-    found, stats = decoded(
-        SpeculativeLM(target, tools.Oracle(shape, [truth], VOCAB, wrong=0.0)), [prompt], 24
-    )
-    assert found == [truth]
-    assert max(record.drafted for record in stats.rows[0]) == 3
-
-
 @pytest.mark.parametrize("name", ["bart's decoder", "gpt-neo, local layers"])
 def test_drafts_end_at_the_last_position(tools, name):
     """Beyond it a table of learned positions has no entry."""
@@ -206,22 +181,6 @@ def test_a_text_goes_on_beyond_the_positions_of_a_smaller_model(tools, name, bey
         )
         expected = model.generate(text[None], max_new_tokens=6 + beyond, do_sample=False)
         assert output.sequences[0].tolist() == expected[0].tolist()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_conversation_goes_on(name):
-    model = scaled(MODELS[name]())
-    lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", adaptive=False, compile=False
-    )
-    past = Conversation()
-    text = prompt_of(6)
-    for added in (3, 5, 1):
-        text = torch.cat([text, prompt_of(added, 9)])
-        settings = {"max_new_tokens": 8, "do_sample": False, **PENALTIES}
-        output = lm.generate(text[None], past_key_values=past, **settings)
-        assert output.sequences[0, len(text) :].tolist() == alone(model, text, 8)
-        text = output.sequences[0]
 
 
 @pytest.mark.parametrize("tree", ["drawn:chain:2", "chain:2"])
@@ -257,25 +216,6 @@ def test_samples_have_the_targets_distribution(tools, name, tree):
         # BLOOM's softmax is in float32, whatever the model's dtype: a tree's sums differ there on
         # some processors.
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-7 if name == "bloom" else 1e-9)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_kernels_write_it_too(name):
-    model = scaled(MODELS[name](), torch.float32)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
-    for length in (5, 16):
-        prompt = prompt_of(length)
-        assert decoded(lm, [prompt], 20)[0] == [alone(model, prompt, 20)]
-
-
-@pytest.mark.parametrize(
-    "tree", ["dynamic:8:3:3", "branch:2x2", "drawn:branch:2x1", "chain:2|branch:2x1"]
-)
-def test_a_tree_that_is_named_is_refused_with_the_reason(tree):
-    target = Target(scaled(MODELS["bloom"]()))
-    message = "'BloomForCausalLM', which takes no position_ids, .*; choose chain:LENGTH"
-    with pytest.raises(ValueError, match=message):
-        SpeculativeLM.from_pretrained(target, eagle3(target), tree=tree, compile=False)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -435,22 +435,6 @@ def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
         assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
 
 
-def test_weights_that_change_in_place_are_packed_again():
-    target, other = target_of(KNOWN["llama"]), target_of(KNOWN["llama"], seed=1)
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
-    lm = SpeculativeLM.from_pretrained(target)
-    before = lm.generate(prompt, **settings).sequences
-    engine = target.engine
-    lm.generate(prompt, **settings)
-    assert target.engine is engine
-    target.model.load_state_dict(other.model.state_dict())
-    after = lm.generate(prompt, **settings).sequences
-    assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(
-        after, before
-    )
-
-
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As on a machine that has compiled nothing yet."""

@@ -161,10 +161,3 @@ def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, n
     )
     assert read == [(1, 90), (3, 6)]
     assert max(batch for batch, tokens in observed if tokens > 10) == 1
-
-
-def test_no_slot_is_refused(target):
-    with pytest.raises(ValueError, match="max_batch_size must be an int of at least 1, not 0"):
-        SpeculativeLM(target).generate(
-            torch.ones(1, 2, dtype=torch.int64), max_batch_size=0, max_new_tokens=3
-        )

@@ -41,10 +41,11 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
         lm.generate(row, attention_mask=torch.ones_like(row), **settings)
 
 
-def test_greedy_decoding_draws_nothing(tiny_target):
-    """A seed set before means the same after it."""
+@pytest.mark.parametrize("options", [{"drafter": "prompt-lookup"}, {"tree": "drawn:branch:2x1"}])
+def test_greedy_decoding_draws_nothing(tiny_target, options):
+    """A seed set before means the same after it; a tree that would be drawn is picked."""
     target = tiny_target(vocab_size=20)
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
+    lm = SpeculativeLM.from_pretrained(target, adaptive=False, **{"drafter": "ngram:2"} | options)
     row, before = torch.arange(9)[None], torch.get_rng_state()
     lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=9, do_sample=False)
     assert torch.equal(torch.get_rng_state(), before)

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 from helpers import EachRound
-from transformers import DynamicCache
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
@@ -146,22 +145,6 @@ def test_a_call_that_failed_leaves_nothing_behind(target):
     assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
 
 
-def test_what_cannot_be_gone_on_with_is_refused(target):
-    lm = decoder(target, None)
-    rows = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
-        lm.generate(
-            rows,
-            attention_mask=torch.ones_like(rows),
-            max_new_tokens=3,
-            past_key_values=Conversation(),
-        )
-    with pytest.raises(
-        ValueError, match=r"past_key_values is a dict, which drafts cannot continue"
-    ):
-        lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
-
-
 class Reads(Drafter):
     """A drafter of somebody else's, that reads features and keeps what it read to itself."""
 
@@ -259,14 +242,3 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
         pad_token_id=0,
     )
     assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4
-
-
-def test_a_cache_of_transformers_is_refused_by_either_name(target):
-    for name, words in (
-        ("cache", "generate option 'cache' is not supported"),
-        ("past_key_values", "is a DynamicCache of transformers, which drafts cannot continue"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            decoder(target, None).generate(
-                torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()}
-            )

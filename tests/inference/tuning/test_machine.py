@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -234,48 +232,6 @@ def test_more_threads_than_cores_are_told_once(nothing_measured, monkeypatch, ti
         "torch uses 4 threads and this process may run on 1 core" in told
         and "torch.set_num_threads(1)" in told
     )
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
-def test_torch_counts_cores_when_it_starts_and_not_again():
-    """Why `check_threads` looks: what is limited before is right, what is limited later, or
-    overruled, is not."""
-    program = (
-        "import os; core = min(os.sched_getaffinity(0)); {before}; import torch;"
-        " os.sched_setaffinity(0, [core]); print(torch.get_num_threads(),"
-        " len(os.sched_getaffinity(0)))"
-    )
-
-    def started(before, **environment):
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("OMP", "MKL"))
-        }
-        code = [sys.executable, "-c", program.format(before=before)]
-        done = subprocess.run(
-            code, env=kept | environment, capture_output=True, text=True, check=True
-        )
-        return tuple(map(int, done.stdout.split()))
-
-    assert started("os.sched_setaffinity(0, [core])") == (1, 1)
-    assert started("os.sched_setaffinity(0, [core])", OMP_NUM_THREADS="2") == (2, 1)
-    cores = len(os.sched_getaffinity(0))
-    assert started("pass") == (cores, 1)
-
-
-def test_one_thread_decodes(nothing_measured, tiny_target):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup").warmup()
-        assert (
-            lm.generate(
-                torch.ones(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False
-            ).sequences.shape[1]
-            == 7
-        )
-        assert "1 threads" in name_of(CPU)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("limit", "calls"), [(100.0, 4), (3.25, 2), (0.5, 1)])
