@@ -104,13 +104,6 @@ def test_what_the_dockerfile_runs_is_here():
     assert all(line.removeprefix("#   ") in shown for line in lines if line.startswith("#   "))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_no_paragraph_stands_twice_on_a_page(page):
-    paragraphs = PAGES[page].split("\n\n")
-    long = [text for text in paragraphs if len(text) > 80 and not text.startswith("```")]
-    assert len(set(long)) == len(long)
-
-
 def test_every_command_that_a_notebook_needs_is_a_class_of_options_and_a_function():
     table = (
         PAGES["python.md"]

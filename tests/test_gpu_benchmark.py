@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from messages import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import Target
-from headstart.inference.engines.base import Runner
 
 pytestmark = pytest.mark.long
 
@@ -79,58 +75,6 @@ def test_every_part_is_measured_and_every_text_is_that_of_generate(
         and "| eager | 40 | 60 |" in written
         and "**no**" not in written
     )
-
-
-def test_a_part_that_fails_is_told_and_the_next_begins(gpu, options, monkeypatch, capsys):
-    def broken(bench):
-        raise RuntimeError("no such kernel")
-
-    def well(bench):
-        bench.add("rounds", engine="x")
-
-    monkeypatch.setattr(gpu, "PARTS", {"identity": (broken, 9), "rounds": (well, 9)})
-    report = gpu.bench_gpu(options)
-    assert report["identity"] == [{"failed": "RuntimeError('no such kernel')"}] and report["rounds"]
-    assert "no such kernel" in gpu.page(report)
-
-
-def test_a_part_that_takes_too_long_is_broken_off_whatever_it_catches(
-    gpu, options, monkeypatch, capsys
-):
-    def endless(bench):
-        bench.add("identity", what="begun")
-        while True:
-            with contextlib.suppress(Exception):
-                time.sleep(0.01)
-
-    monkeypatch.setattr(gpu, "PARTS", {"identity": (endless, 99)})
-    report = gpu.bench_gpu(dataclasses.replace(options, limit=0.2))
-    assert report["identity"] == [{"what": "begun"}, {"failed": "Late('0.2 seconds are over')"}]
-
-
-def test_parts_of_several_processes_are_one_page(gpu, options, monkeypatch, capsys):
-    counts = iter(range(9))
-
-    def part(name):
-        return lambda bench: bench.add(name, number=next(counts)), 9
-
-    monkeypatch.setattr(gpu, "PARTS", {name: part(name) for name in ("card", "rounds")})
-    gpu.bench_gpu(options)
-    report = gpu.bench_gpu(dataclasses.replace(options, parts=("rounds",)))
-    assert report["card"] == [{"number": 0}] and report["rounds"] == [{"number": 2}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"training": [3]}, "needs [3]"),
-        ({"texts": [], "long_texts": []}, "texts need"),
-        ({"parts": ("cards",)}, "'cards'"),
-    ],
-)
-def test_impossible_options_are_refused(gpu, options, changes, told):
-    with refused(told):
-        dataclasses.replace(options, **changes)
 
 
 def test_bytes_of_a_round_are_those_of_the_published_shape(gpu):
@@ -211,15 +155,3 @@ def test_kernels_of_a_replayed_graph_belong_to_the_range_that_launched_it(kernel
     )
     assert rows["between", "copy"]["idle_before_ms"] == 0.003
     assert rows["all", "all"]["share"] == 1 and rows["all", "all"]["idle_before_ms"] == 0.006
-
-
-def test_ranges_are_around_a_runners_calls_while_it_is_profiled_alone(kernels):
-    def verify_and_compact(cache, tensor):
-        return tensor + 1
-
-    runner = Runner()
-    with torch.profiler.profile() as profiler, kernels.ranges_around(runner):
-        runner(verify_and_compact, (None,), torch.ones(2))
-        runner(torch.add, (torch.ones(2),), torch.ones(2))
-    names = {event.key for event in profiler.key_averages()}
-    assert {"round: verify", "round: add"} <= names and type(runner) is Runner

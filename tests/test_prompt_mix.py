@@ -7,14 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from messages import refused
 from prompts import (
     KindConfig,
     PromptMixConfig,
     grams,
     mix_prompts,
-    paragraphs,
-    topic,
     write_prompts,
 )
 
@@ -141,43 +138,6 @@ def test_prompts_are_written_with_what_their_answers_need(files):
     before = files["sources"].with_name("mix.jsonl").read_bytes()
     write_prompts(config(files, follow_up_share=0.5, **options))
     assert files["sources"].with_name("mix.jsonl").read_bytes() == before
-
-
-def test_several_passages_are_joined_to_a_long_context(files):
-    kinds = {"long": KindConfig(words=[150, 260], templates=["Read: {passage}"])}
-    texts = mix_prompts(config(files, kinds=kinds, held_out=0)).training["long"]
-    assert texts and all(150 <= len(text.split()) - 1 <= 260 for text in texts)
-
-
-def test_a_kind_that_holds_nothing_is_named(files):
-    with refused("'code' 0"):
-        mix_prompts(config(files, kinds={"code": KindConfig(sources=["github"])}))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"templates": ["Sum up."]}, "'Sum needs {passage}"),
-        ({"templates": ["{passage} {language}"]}, "takes names"),
-        ({"share": 0}, "0"),
-        ({"words": [9, 3]}, "fewest"),
-    ],
-)
-def test_a_kind_is_checked(options, message):
-    with refused(message):
-        KindConfig(**options)
-
-
-def test_passages_are_prose():
-    prose = passage(random.Random(1))
-    assert paragraphs(
-        f"Sure!\n\n{prose}\n\n- {prose}\n\n{prose[:-1]}?\n\n{prose} 1 2 3 4 5.\n\n`{prose}`"
-    ) == [prose]
-
-
-def test_a_topic_is_a_name_or_a_long_word():
-    assert topic("In the morning Marie met Marie and Paul.") == "Marie"
-    assert topic("the weather and the weather and a bottle") == "weather"
 
 
 def test_a_held_out_prompt_of_few_words_is_not_trained_on(tmp_path):

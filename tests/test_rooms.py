@@ -101,48 +101,6 @@ def test_imports_run_one_way() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("heads.base", "from ..inference import Target"),
-        ("heads.layers.attention", "from ...inference import Target"),
-        ("heads.base", "from .. import train"),
-        ("heads.base", "import headstart.scripts.command_line"),
-        ("heads.base", "def late():\n    from headstart import inference"),
-        ("inference.trees.tree", "from headstart.train.config import TrainConfig as Config"),
-        ("inference.drafters.base", "from ...train.data import Batch"),
-        ("train.loop", "from ..scripts import command"),
-        ("train.loop", "from ..addons import trace"),
-        ("inference.rounds.loop", "from headstart.addons.record import Recorder"),
-        ("addons.trace", "from headstart.scripts import command_line"),
-        ("train.loop", "import heads"),
-        ("scripts.train", "from inference.engines.target import Target"),
-    ],
-)
-def test_a_wrong_import_is_found_in_every_form(module: str, line: str) -> None:
-    assert forbidden(line, module)
-
-
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        (
-            "heads.base",
-            "from . import HEADS\nfrom .losses import draft_loss\nimport torch.inference",
-        ),
-        ("heads.layers.attention", "from ..base import TargetInfo\nfrom .. import losses"),
-        ("inference.trees.tree", "from ...heads import DraftHead\nfrom . import tree_spec"),
-        ("train.loop", "from ..heads.checkpoints import save_load\nfrom ..inference import Target"),
-        (
-            "scripts.train",
-            "from headstart.train.config import TrainConfig\nfrom headstart import heads",
-        ),
-    ],
-)
-def test_a_right_import_is_not(module: str, line: str) -> None:
-    assert not forbidden(line, module)
-
-
 def all_arrows() -> dict[str, set[str]]:
     """The modules that each module imports; imports in functions and under TYPE_CHECKING count."""
     arrows: dict[str, set[str]] = {}
@@ -223,19 +181,6 @@ def test_a_command_that_does_not_train_imports_nothing_of_train(command: str) ->
     assert not found, (
         f"scripts.{command} needs {sorted(found)}: what decoding needs stands in inference"
     )
-
-
-def test_what_is_reached_by_others_counts() -> None:
-    assert reached("a", {"a": {"b"}, "b": {"train.loop"}, "train.loop": {"a"}}) == {
-        "a",
-        "b",
-        "train.loop",
-    }
-
-
-def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
-    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
 def test_packages_are_those_of_pyproject() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, build_head
-from headstart.heads.checkpoints.save_load import load_head, save_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.objective import Objective
 from headstart.inference import Target
@@ -276,29 +276,6 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(
             assert output.hits_KI[depth].nonzero().flatten().tolist() == [rank]
 
 
-def test_a_step_sees_nothing_behind_it(target: Target) -> None:
-    """Not the features of the tokens that it is to draft, nor tokens beyond its path."""
-    head = build("everything", target, torch.float64)
-    features = read(target, head, torch.randint(VOCAB, (1, 12)))
-    before = trained_logits(head, features)[0]
-    for place in range(4, 8):
-        features_BTF, tokens_BT = features.features_BTF.clone(), features.tokens_BT.clone()
-        features_BTF[:, place + 1 :] += 1.0
-        for depth in range(DEPTH):
-            changed = tokens_BT.clone()
-            changed[:, place + 2 + depth :] = (changed[:, place + 2 + depth :] + 1) % VOCAB
-            after = trained_logits(
-                head, replace(features, features_BTF=features_BTF, tokens_BT=changed)
-            )[0]
-            torch.testing.assert_close(
-                after[place, : depth + 1], before[place, : depth + 1], rtol=0, atol=1e-12
-            )
-            if depth + 1 < DEPTH:
-                assert not torch.allclose(
-                    after[place, depth + 1], before[place, depth + 1], atol=1e-6
-                )
-
-
 @pytest.mark.parametrize("steps", [None, 1, 3, DEPTH])
 def test_as_many_steps_are_trained_as_asked_and_all_are_evaluated(
     steps: int | None, target: Target
@@ -453,21 +430,6 @@ def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
 
 
 # What servers read.
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_saved_head_loads_with_its_options_and_drafts_the_same(
-    name: str, target: Target, tmp_path: Path
-) -> None:
-    head = build(name, target)
-    save_head(head, tmp_path / "head", CheckpointMetadata())
-    loaded, _ = load_head(tmp_path / "head", target.info)
-    assert type(loaded) is Eagle3Head and loaded.config == head.config
-    ours, theirs = loaded.state_dict(), head.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(tensor.dtype == theirs[key].dtype for key, tensor in ours.items())
-    features = read(target, head, torch.randint(VOCAB, (2, 9)))
-    assert torch.equal(trained_logits(loaded.eval(), features), trained_logits(head, features))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -268,11 +268,6 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
         torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)
 
 
-def test_labels_alone_need_no_distribution_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses.TargetDistribution, "of", None)
-    build(answers(14)).solve({"ce": 1.0})
-
-
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("shared", [True, False], ids=["one LM head", "an LM head each"])
 @pytest.mark.parametrize("drafted", [None, 15, 1], ids=["whole", "truncated", "one token"])
@@ -313,15 +308,6 @@ def test_no_position_is_lost_between_chunks(count: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     mask_BT = torch.ones(1, count + 2, dtype=torch.bool)
     assert_same(build(mask_BT, depths=2), {"soft_ce": 1.0})
-
-
-@pytest.mark.parametrize("ranks", [1, 5, 9, 12])
-def test_hits_count_how_often_the_true_token_is_the_ith_best(ranks: int) -> None:
-    problem = build(answers(30), drafted=9)
-    found = problem.solve({"tv": 1.0}, ranks=ranks).hits_KI
-    wanted = naive(problem, {"tv": 1.0}, "decay", 1.0, 12).hits_KI
-    assert found.tolist() == wanted[:, :ranks].tolist()
-    assert wanted.sum() > 0 and not wanted[:, 9:].any()
 
 
 @pytest.mark.parametrize("frozen", ["hiddens", "lm_heads", "both"])
@@ -367,43 +353,6 @@ def test_a_derivative_of_the_gradient_is_refused() -> None:
     (gradient,) = torch.autograd.grad(loss.square(), problem.hiddens[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-def test_gradients_are_those_of_the_pure_function() -> None:
-    """The loss of a chunk can be called by itself: it changes nothing, and depends on its arguments
-    alone."""
-    problem = build(answers(14), depths=1)
-    objective = Objective({"ce": 1.0})
-    modules = problem.features.modules
-    labels_N = problem.features.tokens_BT.flatten()[problem.positions.rows_NK[:, 0] + 1]
-    judged_N = problem.positions.valid_NK[:, 0]
-    truth = losses.Truth(None, labels_N, judged_N, judged_N, judged_N.double(), 1.0)
-    draft = losses.Draft(
-        problem.hiddens[0].detach(), problem.lm_heads[0].detach(), is_target_head=False
-    )
-
-    def loss_of(hidden_ND: Tensor) -> tuple[Tensor, losses.DepthMetrics]:
-        return losses.depth_loss(
-            dataclasses.replace(draft, hidden_ND=hidden_ND), truth, objective, modules, ranks=2
-        )
-
-    gradient, (value, metrics) = torch.func.grad_and_value(loss_of, has_aux=True)(draft.hidden_ND)
-    whole = problem.solve({"ce": 1.0}, ranks=2)
-    torch.testing.assert_close(value, whole.loss.detach(), **EXACT)
-    torch.testing.assert_close(metrics.loss, whole.losses_K[0], **EXACT)
-    assert torch.equal(metrics.hits_I, whole.hits_KI[0])
-    torch.testing.assert_close(
-        gradient, torch.autograd.grad(whole.loss, problem.hiddens[0])[0], **EXACT
-    )
-
-
-def test_a_head_may_feed_one_state_to_all_its_lm_heads() -> None:
-    problem = build(answers(14), shared=False)
-    same = [problem.hiddens[0]] * 3
-    copies = [problem.hiddens[0].detach().clone().requires_grad_() for _ in range(3)]
-    dataclasses.replace(problem, hiddens=same).solve(MIX).loss.backward()
-    dataclasses.replace(problem, hiddens=copies).solve(MIX).loss.backward()
-    torch.testing.assert_close(same[0].grad, sum(copy.grad for copy in copies), **EXACT)
 
 
 def test_the_target_learns_nothing() -> None:
@@ -491,73 +440,6 @@ def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
     assert found.loss == 0 and not found.losses_K.any()
     found.loss.backward()
     assert not any(leaf.grad.any() for leaf in problem.leaves())
-
-
-# Properties, at a single position.
-
-
-def one_position(seed: int, drafted: int | None = None, agree: bool = False) -> Problem:
-    """One position and one depth; where draft and target agree, q = p but for the tokens that
-    cannot be drafted."""
-    problem = build(torch.ones(1, 3, dtype=torch.bool), depths=1, drafted=drafted, seed=seed)
-    if not agree:
-        return problem
-    weight = problem.features.modules.lm_head.weight
-    rows = weight if problem.vocabulary_V is None else weight[problem.vocabulary_V]
-    state = problem.features.last_BTD[0, 1:2]
-    return dataclasses.replace(
-        problem, hiddens=[state.clone().requires_grad_()], lm_heads=[rows.clone()]
-    )
-
-
-def value(problem: Problem, name: str) -> float:
-    return problem.solve({name: 1.0}).loss.item()
-
-
-def chances(problem: Problem) -> tuple[Tensor, Tensor]:
-    """What target and draft give to the tokens that can be drafted."""
-    p_V = problem.features.modules.lm_head(problem.features.last_BTD[0, 1]).softmax(-1)
-    rows = slice(None) if problem.vocabulary_V is None else problem.vocabulary_V
-    return p_V[rows], (problem.hiddens[0] @ problem.lm_heads[0].T).softmax(-1)[0].detach()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_losses_keep_the_order_of_mathematics(seed: int) -> None:
-    problem = one_position(seed)
-    p_V, q_V = chances(problem)
-    found = {name: value(problem, name) for name in LOSSES}
-    assert found["kl"] > 0 and found["reverse_kl"] > 0
-    assert 0 < found["tv"] < 1
-    assert found["tv"] == pytest.approx(0.5 * (p_V - q_V).abs().sum().item())
-    assert found["tv"] <= math.sqrt(min(found["kl"], found["reverse_kl"]) / 2)  # Pinsker
-    assert found["lk_alpha"] == pytest.approx(-math.log(1 - found["tv"]))
-    assert min(found["kl"], found["tv"]) <= found["lk_lambda"] <= max(found["kl"], found["tv"])
-    assert found["soft_ce"] - found["kl"] == pytest.approx(-(p_V * p_V.log()).sum().item())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_lost_where_the_draft_is_the_target(seed: int) -> None:
-    problem = one_position(seed, agree=True)
-    for name in ("kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda"):
-        assert value(problem, name) == pytest.approx(0, abs=1e-12), name
-    for name in ("soft_ce", "kl", "reverse_kl"):
-        (gradient,) = torch.autograd.grad(problem.solve({name: 1.0}).loss, problem.hiddens)
-        assert gradient.abs().max() < 1e-12, name
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_cannot_be_drafted_is_lost_to_acceptance_but_not_to_kl(seed: int) -> None:
-    problem = one_position(seed, drafted=9, agree=True)
-    p_V, _ = chances(problem)
-    if problem.features.tokens_BT[0, 2] not in problem.vocabulary_V:
-        assert all(value(problem, name) == 0 for name in LOSSES)
-        return
-    mass = p_V.sum().item()
-    assert value(problem, "kl") == pytest.approx(0, abs=1e-12)
-    assert value(problem, "reverse_kl") == pytest.approx(0, abs=1e-12)
-    assert value(problem, "tv") == pytest.approx(1 - mass)
-    assert value(problem, "lk_alpha") == pytest.approx(-math.log(mass))
-    assert value(problem, "lk_lambda") == pytest.approx((1 - math.exp(-3 * mass)) * (1 - mass))
 
 
 @pytest.mark.parametrize("scale", [50.0, 1e3])
@@ -833,8 +715,3 @@ def test_what_is_fused_on_a_gpu_is_one_graph(objective):
             results.append([loss.detach(), *metrics, *torch.autograd.grad(loss, leaves)])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_a_truncated_target_and_reverse_kl_are_allowed_one_by_one() -> None:
-    Objective({"kl": 1.0}, target_top_k=8).check("eagle3")
-    Objective({"reverse_kl": 0.1}).check("eagle3")

@@ -9,13 +9,10 @@ import itertools
 import helpers
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetModules
-from headstart.heads.objective import Objective
 
 VOCAB, WIDTH = 23, 12
 INFO = dataclasses.replace(helpers.INFO, hidden_size=WIDTH, vocab_size=VOCAB)
@@ -177,65 +174,6 @@ def test_a_new_round_starts_again_at_the_root() -> None:
 # What the loss counts.
 
 
-@torch.no_grad()
-def naive(head: MedusaHead, features: TargetFeatures) -> tuple[list[float], list[int], list[int]]:
-    """Losses, counts and first-rank hits per depth, position by position."""
-    batch, time = features.tokens_BT.shape
-    losses, counts, hits = [0.0] * head.max_depth, [0] * head.max_depth, [0] * head.max_depth
-    classes = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
-    for row, place, depth in itertools.product(range(batch), range(time), range(head.max_depth)):
-        end = place + 2 + depth
-        if end >= time or not all(features.loss_mask_BT[row, place + 1 : end + 1].tolist()):
-            continue
-        counts[depth] += 1
-        label = int(features.tokens_BT[row, end])
-        if label not in classes:
-            continue
-        x = features.last_BTD[row, place]
-        for layer in head.blocks[depth].layers:
-            x = x + F.silu(layer(x))
-        lm_head = (
-            features.modules.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
-        )
-        logits = lm_head(x)
-        losses[depth] -= logits.log_softmax(-1)[classes.index(label)].item()
-        hits[depth] += classes[int(logits.argmax())] == label
-    return losses, counts, hits
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    masks=st.integers(3, 9).flatmap(
-        lambda time: st.lists(
-            st.lists(st.booleans(), min_size=time, max_size=time), min_size=1, max_size=3
-        )
-    ),
-    config=st.sampled_from(SHAPES),
-    seed=st.integers(0, 1000),
-)
-def test_the_loss_covers_exactly_the_drafts_inside_one_answer(
-    masks: list[list[bool]], config: MedusaConfig, seed: int
-) -> None:
-    """Any mask, several turns included: a loop over positions and depths gives the same sums."""
-    head = build_medusa(config, seed)
-    features = build_features(torch.tensor(masks), build_modules(seed), seed)
-    output = head(features)
-    losses, counts, hits = naive(head, features)
-    assert output.counts_K.tolist() == counts
-    assert output.hits_KI[:, 0].tolist() == hits
-    torch.testing.assert_close(
-        output.losses_K, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-9
-    )
-
-
-def test_depth_i_weighs_decay_to_the_i() -> None:
-    head = build_medusa(MedusaConfig(num_heads=4))
-    features = build_features(torch.ones(2, 8, dtype=torch.bool), build_modules())
-    output = head(features, Objective({"ce": 1.0}, decay=0.5))
-    expected = sum(0.5**depth * loss for depth, loss in enumerate(output.losses_K.tolist()))
-    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("time", [1, 2, 3])
 def test_a_sequence_of_three_trains_the_first_head_and_a_shorter_one_none(time: int) -> None:
     """A step that teaches nothing still hands every parameter a gradient: other ranks wait for
@@ -313,6 +251,3 @@ def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
         name for name, parameter in target.model.named_parameters() if parameter.grad is not None
     ]
     assert not gathered, f"the frozen target gathers gradients: {gathered}"
-
-
-# What is refused.

@@ -264,8 +264,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], st
         lambda config, _: config["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 6, 9]),
         "[2 6 9] eagle_config",
     ),
-    "a lost norm": (lambda _, tensors: tensors.pop("norm.weight"), "missing 'norm.weight'"),
-    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing 'lm_head.weight'"),
     "ids for offsets": (absolute_ids, "look target"),
     "fc transposed": (
         lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}),
@@ -599,10 +597,6 @@ BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
     "a lost norm of the context": (
         lambda _, tensors: swap(tensors, "hidden_norm.weight", "context_norm.weight"),
         "missing 'hidden_norm.weight'",
-    ),
-    "a lost norm of keys": (
-        lambda _, tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
-        "missing 'layers.1.self_attn.k_norm.weight'",
     ),
     "another target": (
         lambda config, _: layer_of(config).update(vocab_size=41),

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from headstart.heads.layers.decoder_layer import (
-    Attention,
     DecoderLayer,
     LayerShape,
     RMSNorm,
@@ -120,25 +119,6 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
         found_BTD = layer(hidden[block], rotary, TrainingTimeTest(1).at(0), 0)
     # transformers' norms compute in float32, whatever they are given
     torch.testing.assert_close(found_BTD, hidden[block + 1], rtol=0, atol=5e-6)
-
-
-def test_a_layer_may_go_without_its_input_norm() -> None:
-    shape = LayerShape.of(build_target(LLAMA3).info)
-    names = set(DecoderLayer(shape).state_dict())
-    assert names - set(DecoderLayer(shape, input_norm=False).state_dict()) == {
-        "input_layernorm.weight"
-    }
-
-
-def test_qk_norm_adds_one_weight_each_of_a_heads_size() -> None:
-    shape = LayerShape.of(build_target(LLAMA3).info)
-    plain, normed = (
-        Attention(replace(shape, qk_norm=qk_norm), 24).state_dict() for qk_norm in (False, True)
-    )
-    assert {name: tuple(normed[name].shape) for name in set(normed) - set(plain)} == {
-        "q_norm.weight": (SIZE,),
-        "k_norm.weight": (SIZE,),
-    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
