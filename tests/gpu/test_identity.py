@@ -104,21 +104,6 @@ def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("beside", [None, "medusa", "eagle3"])
-def test_a_lookup_drafts_what_it_drafts_on_the_cpu(on_cpu, there, device, beside):
-    tree = "auto" if beside is None else "dynamic:6:3:2"
-    here, away = both(on_cpu, there, True, beside, "prompt-lookup", tree=tree, adaptive=False)
-    repeating = torch.tensor(
-        [[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]]
-    )
-    expected = text(here, repeating)
-    found = text(away, repeating.to(device))
-    assert torch.equal(found.sequences.cpu(), expected.sequences)
-    # A match that follows a step that was launched ahead is drafted from one round later.
-    assert 1 < found.stats.acceptance_length <= expected.stats.acceptance_length
-    there.compile(False)
-
-
 def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):
     from headstart.inference.rounds import prefill
 
@@ -151,17 +136,6 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
     for tree in ("branch:2x2", "dynamic:8:3:2"):
         lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, adaptive=False)
         assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "hydra++", "medusa"])
-def test_a_conversation(on_cpu, there, device, mode, kind):
-    here, away = both(on_cpu, there, mode, kind, tree="branch:2x2", adaptive=False)
-    prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
-    for more in ([4, 4], [7], []):
-        expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
-        assert torch.equal(found.sequences.cpu(), expected.sequences)
-        assert found.stats.rows == expected.stats.rows
-        prompt = torch.cat([expected.sequences, torch.tensor([more], dtype=torch.int64)], dim=1)
 
 
 @pytest.mark.parametrize("slots", [None, 2])

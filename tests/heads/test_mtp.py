@@ -664,38 +664,3 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(
     head.draft_layers.run = noted
     head.drafts(features, 1)
     assert STEP / 3 < moved[0] < 3 * STEP
-
-
-def test_a_conversation_goes_on_after_a_head_with_a_layer_for_each_depth_was_cropped() -> None:
-    """What deeper layers read of the last kept token is what they read when all was read at
-    once."""
-    model = tiny_model("llama")
-    head = random_mtp(model, num_layers=3, depth=3)
-    tokens_BT = torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3))
-    features = features_of(model, tokens_BT)
-
-    def read(state: Any, start: int, stop: int) -> Any:
-        part = slice(start, stop)
-        next_BA = tokens_BT[:, start + 1 : stop + 1]
-        return head.observe(
-            state, features.features_BTF[:, part], next_BA, torch.tensor([stop - start])
-        )
-
-    @torch.no_grad()
-    def drafts(state: Any) -> list[torch.Tensor]:
-        found = []
-        for token in (4, 7, 2):
-            logits, state = head.expand(
-                state, torch.tensor([[token]]), torch.tensor([[0 if found else -1]])
-            )
-            found.append(logits)
-        return found
-
-    def begin() -> Any:
-        return head.begin(features.modules, 1, 20, 3, 3)
-
-    with torch.no_grad():
-        whole = drafts(read(begin(), 0, 12))
-        cropped = read(read(begin(), 0, 9).resume(6, 30), 6, 12)
-    for one, other in zip(whole, drafts(cropped), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

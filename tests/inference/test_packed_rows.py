@@ -95,19 +95,6 @@ def test_states_in_packed_rows_are_those_of_each_sequence_alone(family, layers):
     assert last_BTD.shape == (*tokens_BT.shape, 32)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma 3, windows and full"])
-def test_they_are_those_of_a_mask_of_the_whole_row(family):
-    """Which transformers makes from the positions."""
-    target = target_of(family)
-    _, tokens_BT, positions_BT = packed(LENGTHS)
-    masked = target.model(
-        input_ids=tokens_BT, position_ids=positions_BT, output_hidden_states=True, use_cache=False
-    )
-    features_BTF, last_BTD = target.read(tokens_BT, (0,), positions_BT)
-    torch.testing.assert_close(features_BTF, masked.hidden_states[1], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(last_BTD, masked.hidden_states[-1], rtol=1e-6, atol=1e-9)
-
-
 def test_gradients_reach_the_weights_through_packed_rows():
     """An adapter of the target is trained through them."""
     target = target_of("llama")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import head_for
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, inputs
 from headstart.inference import replay as replay_module
 from headstart.inference.replay import BEYOND, ReplayTarget
@@ -35,10 +35,7 @@ def answered(target, head, tree, texts, max_batch_size=None, **settings):
 def drafting_head(target, kind):
     block = {"mask_token_id": 1, "block_size": 4}
     options = {"dflash": block, "dspark": block, "eagle3": {"feature_layers": [0, -1]}}
-    torch.manual_seed(0)
-    head = build_head(kind, options.get(kind, {}), target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    return head.eval()
+    return head_for(target, kind, **options.get(kind, {}))
 
 
 @pytest.mark.parametrize("max_batch_size", [None, 2])

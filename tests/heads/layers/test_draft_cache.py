@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.base import DraftHead, DraftTreeState
+from headstart.heads.base import DraftTreeState
 from headstart.heads.layers import draft_cache
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.masked_attention import masked_attention
@@ -266,26 +265,3 @@ def test_drafts_are_discarded_by_the_next_commit(attended: int | None) -> None:
 
     for mine, theirs in zip(last_round(many), last_round(lambda state: None), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_the_cache_has_the_heads_size_and_format() -> None:
-    head = torch.nn.Linear(1, 1).bfloat16()
-    head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
-    head.cached_layers = 2  # type: ignore[assignment]
-    head.window = None  # type: ignore[assignment]
-    cache = DraftHead.empty_cache(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
-    assert [states.shape for states in (*cache.keys, *cache.values)] == [
-        (1, GROUPS, 3 + 5, SIZE)
-    ] * 4
-    assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
-
-
-def test_a_windows_cache_is_as_large_for_any_text() -> None:
-    head = torch.nn.Linear(1, 1)
-    head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
-    head.cached_layers = 1  # type: ignore[assignment]
-    head.window = 100  # type: ignore[assignment]
-    caches = [DraftHead.empty_cache(head, 1, nodes=3, capacity=size) for size in (50, 50_000)]  # type: ignore[arg-type]
-    assert [cache.slots for cache in caches] == [3 + 100 + draft_cache.MOST_NEW_TOKENS - 1] * 2
-    assert caches[0].resized(50_000) is caches[0]
-    assert DraftHead.cache_bytes(head, 1, 50) == DraftHead.cache_bytes(head, 1, 50_000)  # type: ignore[arg-type]

@@ -95,17 +95,6 @@ def test_selecting_rows_copies_no_more_than_a_layer_at_once():
     assert 0 < largest.elements <= cache.keys[0].numel()
 
 
-def test_the_cache_keeps_the_accepted_path_of_each_row():
-    cache = empty_cache(1, 2)
-    states = torch.arange(10.0).reshape(2, 1, 5, 1)
-    cache.reserve(5, 0)
-    cache.layers[0].update(states, states)
-    cache.accept(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
-    assert cache.lengths_B.tolist() == [3, 2]
-    assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 2, 4]
-    assert cache.keys[0][1, 0, :2, 0].tolist() == [5, 6]
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_path_of_any_length_is_kept(rows):
     for paths in product(PATHS, repeat=rows):

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import Useless, other_model
+from helpers import Useless, head_for, other_model
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape
 from headstart.inference.drafters import adaptive, model_rows
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
@@ -78,13 +77,6 @@ def plainly(target, tokens=ANSWER, start=1):
         "do_sample": False,
     }
     return target.model.generate(torch.tensor([[start, 2, 3]]), **settings)
-
-
-def a_head(target, kind="medusa", **options):
-    torch.manual_seed(0)
-    head = build_head(kind, options or {"num_heads": 3}, target.info).double()
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    return head
 
 
 def useless():
@@ -193,7 +185,7 @@ def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
 
 
 def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
-    head = a_head(target)
+    head = head_for(target, "medusa", num_heads=3)
     assert SpeculativeLM.from_pretrained(target).drafter.max_nodes == 1
     for options in (
         {"head": head},
@@ -212,7 +204,9 @@ def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
 
 
 def test_trees_of_one_head_share_its_state_and_have_room_in_it(target):
-    drafter = make_drafter(target, tree="chain:1|branch:2x2x1", head=a_head(target))
+    drafter = make_drafter(
+        target, tree="chain:1|branch:2x2x1", head=head_for(target, "medusa", num_heads=3)
+    )
     first, second = drafter.trees
     assert first.rows is second.rows and not first.rows.lazy
     assert (first.rows.depth, first.rows.expanded) == (3, 7)
@@ -227,7 +221,7 @@ def test_trees_that_do_not_go_together_are_refused(target):
         make_drafter(target, target, "chain:2|drawn:chain:2")
     trees = [
         SpeculativeLM.from_pretrained(
-            target, a_head(target), tree="chain:1", adaptive=False
+            target, head_for(target, "medusa", num_heads=3), tree="chain:1", adaptive=False
         ).drafter
         for _ in range(2)
     ]

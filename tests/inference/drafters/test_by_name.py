@@ -34,7 +34,6 @@ from headstart.inference.drafters.text_index import SEPARATOR, TextIndex
 from headstart.inference.targets.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
 from headstart.inference.trees.verify import choose_rule
-from headstart.inference.tuning.machine import machine_key
 
 VOCAB = 20
 
@@ -388,18 +387,3 @@ def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(
     SpeculativeLM.from_pretrained(
         target, head=str(tmp_path / "head"), tree="chain:2", compile=False, adaptive=False
     )
-
-
-@pytest.mark.parametrize("given", ["folder", "head object"])
-def test_a_head_object_has_the_tree_and_the_warnings_of_its_folder(target, given, tmp_path):
-    head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
-    measured = {"fastest": {machine_key(target.device, False): "chain:2"}}
-    save_head(
-        head,
-        tmp_path / "head",
-        CheckpointMetadata(measured=measured, provenance={"weights": "others"}),
-    )
-    source = str(tmp_path / "head") if given == "folder" else load_head(tmp_path / "head")[0]
-    with pytest.warns(UserWarning, match="may accept less here: weights 'others'"):
-        lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, adaptive=False)
-    assert lm.drafter.max_nodes == 3 and lm.provenance == {"weights": "others"}

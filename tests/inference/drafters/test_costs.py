@@ -7,11 +7,10 @@ import json
 
 import pytest
 import torch
-from helpers import Ended, other_model
+from helpers import Ended, head_for, other_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 from headstart.files import cache_folder
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters import costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
@@ -39,18 +38,16 @@ def measured(nothing_measured, monkeypatch):
     return calls
 
 
+HEADS = {
+    "medusa": {"num_heads": 2},
+    "hydra++": {"num_heads": 2},
+    "eagle": {"depth": 5},
+    "eagle3": {"depth": 5, "feature_layers": [0, -1]},
+}
+
+
 def a_head(target, kind="medusa", **options):
-    sizes = {
-        "medusa": {"num_heads": 2},
-        "hydra++": {"num_heads": 2},
-        "eagle": {"depth": 5},
-    }
-    eagle3 = {"depth": 5, "feature_layers": [0, -1]}
-    head = build_head(
-        kind, {**(eagle3 if kind == "eagle3" else sizes[kind]), **options}, target.info
-    ).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    return head.eval()
+    return head_for(target, kind, **HEADS[kind] | options)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,7 @@ def test_seconds_are_straight_between_the_sizes_and_go_on_beyond(nodes, depth, e
     assert TABLE.seconds(nodes, depth) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra++", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measured, kind):
     target = tiny_target(dtype=torch.float32)
     head = a_head(target, kind)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
+from helpers import head_for
 
-from headstart.heads import build_head
 from headstart.inference import History, SpeculativeLM
 from headstart.inference.drafters import history, text_index
 from headstart.inference.drafters.by_name import make_drafter
@@ -26,10 +26,7 @@ def target(tiny_target):
 
 @pytest.fixture
 def head(target):
-    torch.manual_seed(1)
-    head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    return head
+    return head_for(target, "medusa", num_heads=3)
 
 
 def searched(tokens, tail, length, capacity):

@@ -170,31 +170,6 @@ def test_a_dynamic_tree_holds_the_best_of_all_candidates(seed, blind):
     assert tree.kind == "top_k" and tree.draft_probs_BNV is None
 
 
-def test_rows_have_trees_of_their_own():
-    head, shape = PathHead(6), DynamicShape(12, 4, 3)
-    together = propose(head, shape, (2, 5, 7))
-    assert len({tuple(parents) for parents in together.parents_BN.tolist()}) == 3
-    for row, root in enumerate((2, 5, 7)):
-        alone = propose(head, shape, (root,))
-        assert torch.equal(together.tokens_BN[row], alone.tokens_BN[0])
-        assert torch.equal(together.parents_BN[row], alone.parents_BN[0])
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 100])
-def test_a_tree_of_all_candidates_is_as_large_as_they_are(depth, width):
-    """Including a width beyond the draft vocabulary."""
-    head = PathHead(5)
-    tree = propose(head, DynamicShape(1000, depth, width))
-    own = min(width, 5)
-    assert tree.sizes_B.tolist() == [1 + own + (depth - 1) * own**2] * 2
-    for row, root in enumerate((2, 5)):
-        assert (
-            set(paths_of(tree, row))
-            == grown_slowly(head, root, DynamicShape(1000, depth, width))[1]
-        )
-
-
 @pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("seed", range(6))
@@ -212,17 +187,6 @@ def test_a_child_that_is_certain_never_pushes_out_its_parent(seed, dtype, blind)
             for _ in range(5):  # what is certain is there, whole
                 best = (*best, 3 * int(head.logits(best).argmax()) + 1)
                 assert best in paths
-
-
-def test_a_head_that_knows_nothing_still_gives_a_tree():
-    """All siblings tie; which of them are taken does not matter."""
-    head = PathHead(4, scale=0.0)
-    tree = propose(head, DynamicShape(9, 3, 2))
-    for row in range(2):
-        paths = paths_of(tree, row)
-        assert (
-            len(paths) == 9 and [len(path) for path in paths] == [1] + [2] * 2 + [3] * 4 + [4] * 2
-        )
 
 
 @pytest.mark.parametrize("policy", [DynamicShape(60, 5, 2), TreeShape.chain(5)])

@@ -22,7 +22,7 @@ from transformers import (
     RoFormerForCausalLM,
 )
 
-from headstart.inference import SpeculativeLM, Target, TreeShape
+from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.tree_policies import StaticTree
 from headstart.inference.speculative_lm import Call

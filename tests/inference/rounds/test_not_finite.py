@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from helpers import Oracle, every_branch, exactly, write
+from helpers import Oracle, every_branch, exactly, head_for, write
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
@@ -70,13 +70,6 @@ def spoil(model, value=math.nan) -> None:
     model.get_input_embeddings().weight.data[BAD] = value
     model.lm_head.weight.data[BAD] = 0
     model.lm_head.weight.data[BAD, 0] = -1e-30  # below the best of the others
-
-
-def head_of(target, kind, **options):
-    torch.manual_seed(1)
-    head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    return head.eval()
 
 
 def rows_of(*lengths):
@@ -140,7 +133,7 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
     target, rows, greedy, sampled = healthy(compile)
     assert greedy == [stock(target.model, row) for row in rows]
     options = {"feature_layers": [0, 1]} if kind == "eagle3" else {}
-    head = head_of(target, kind, **options)
+    head = head_for(target, kind, **options)
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     matrices[0 if value == math.inf else -1].data[-1] = value
     for tree in TREES:
@@ -364,7 +357,7 @@ def test_a_repeated_round_is_shown_without_drafts():
     model = model_of()
     spoil(model)
     target = Target(model)
-    head = head_of(target, "medusa")
+    head = head_for(target, "medusa")
     for lm_head in head.lm_heads:
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
     seen, row = TreesSeen(), rows_of(6)[0]
@@ -397,7 +390,7 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
         if kind == "eagle"
         else {}
     )
-    head = head_of(target, kind, **options)
+    head = head_for(target, kind, **options)
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     if compile:
@@ -496,14 +489,6 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
         ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"
     ):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
-
-
-def test_a_temperature_that_overflows_is_named(tiny_target):
-    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"temperature 1e-45 is below 1e-38, so that scores are infinite"
-    ):
-        ours(SpeculativeLM(target), rows_of(4), do_sample=True, temperature=1e-45)
 
 
 def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):

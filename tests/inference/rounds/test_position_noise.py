@@ -124,18 +124,6 @@ class Permuted:
         return self.order_D[draft_tokens]
 
 
-def test_a_longer_answer_begins_as_the_shorter_one(target):
-    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
-    short, long = (
-        SpeculativeLM(target)
-        .generate(ROWS[0][None], generator=generator, **(SETTINGS | {"max_new_tokens": count}))
-        .sequences[0]
-        .tolist()
-        for generator, count in zip(generators, (6, 20), strict=True)
-    )
-    assert long[: len(short)] == short
-
-
 @pytest.mark.parametrize("tree", ["drawn:chain:2", "drawn:branch:2x2", "independent:branch:2x2"])
 def test_a_seed_gives_drawn_trees_one_text_too(target, tree):
     """They take numbers of the generator round by round."""

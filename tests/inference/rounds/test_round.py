@@ -16,8 +16,6 @@ from transformers import (
     BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM, Target
@@ -42,18 +40,10 @@ LONGROPE = {
     "long_factor": [20.0, 30.0, 8.0, 5.0],
     "original_max_position_embeddings": BORDER,
 }
-PHI = {
-    **WIDER,
-    "rope_parameters": LONGROPE,
-    "original_max_position_embeddings": BORDER,
-    "sliding_window": None,
-}
 MODELS = {
-    "none": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
     "memory": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
     "chains": lambda: BloomForCausalLM(BloomConfig(**SMALL)),
     "border": lambda: LlamaForCausalLM(LlamaConfig(**WIDER, rope_parameters=LONGROPE)),
-    "border, read again": lambda: Phi3ForCausalLM(Phi3Config(**PHI)),
 }
 """By what limits the target."""
 DRAFTERS = (
@@ -142,8 +132,7 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
     checking = Checking()
     lm.observers.append(checking)
     part = [3, 9, 4, 1, 5]
-    one_row = limit == "border, read again" or target.engine.one_row
-    prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if one_row else 2]
+    prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if target.engine.one_row else 2]
     settings = {
         "max_new_tokens": 30,
         "do_sample": False,
@@ -165,8 +154,7 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
         written = lm.generate(input_ids, attention_mask=mask, **settings)
         assert [row[input_ids.shape[1] :].tolist() for row in written.sequences] == expected
     assert torch.equal(seeded(lm), plain)
-    chains = limit == "chains" and drafter != "mine"
-    if limit == "none" or chains:
+    if limit == "chains" and drafter != "mine":
         assert checking.cut == 0
     elif drafter not in ("prompt-lookup", "head and lookup"):  # a history drafts where it matches
         assert checking.cut > 0

@@ -224,21 +224,3 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
         assert accepted(alone_output)[0] in accepted(output)
     if slots is None:
         assert sum(read) == 39 + 3 * (width - 39)
-
-
-def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
-    lm = decoder(target, "eagle3")
-    read, original = [], target.engine.read_chunk
-    monkeypatch.setattr(
-        target.engine,
-        "read_chunk",
-        lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest),
-    )
-    output = lm.generate(
-        torch.tensor([[1, 2, 3]]),
-        max_new_tokens=NEW,
-        do_sample=True,
-        num_return_sequences=4,
-        pad_token_id=0,
-    )
-    assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import other_model, padded_batch, written_alone
+from helpers import head_for, other_model, padded_batch, written_alone
 from transformers import (
     InfNanRemoveLogitsProcessor,
     LogitsProcessor,
@@ -18,7 +18,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate
 from headstart.inference.rounds.decoding import Decoding
 from headstart.inference.rounds.loop import score_accepted
@@ -82,12 +81,8 @@ def batch(side="left"):
     return padded_batch(ROWS, side)
 
 
-def a_head(target, kind="eagle3"):
-    torch.manual_seed(0)
-    options = {"depth": 4, "feature_layers": [0, -1]} if kind == "eagle3" else {"num_heads": 3}
-    head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(VOCAB) + 1)
-    return head
+def a_head(target):
+    return head_for(target, "eagle3", depth=4, feature_layers=[0, -1])
 
 
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
@@ -133,7 +128,7 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, ot
     input_ids, mask = batch(side)
     for spec in (
         {"head": a_head(target), "tree": "dynamic:9:3:3"},
-        {"head": a_head(target, "medusa"), "tree": "branch:2x2"},
+        {"head": head_for(target, "medusa", num_heads=3), "tree": "branch:2x2"},
         {"drafter": "prompt-lookup"},
         {"head": a_head(target), "tree": "drawn:branch:2x2"},
     ):
