@@ -107,17 +107,6 @@ def test_a_model_is_left_untouched(head, loaded, entrance):
     assert model.config.to_dict() == stock.config.to_dict()
 
 
-@BOTH
-def test_packed_weights_are_freed_with_the_model(head, loaded, entrance):
-    generate, model = entrance(head), build_model(layers=3, dtype=torch.float32)
-    generate(model)
-    (engine,) = [weakref.ref(engine) for _, engine in _DECODERS[model].values()]
-    assert engine().target.compiled
-    del model
-    gc.collect()
-    assert engine() is None
-
-
 def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
     model = build_model(layers=3)
     generate = by_function(head)

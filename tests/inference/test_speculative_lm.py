@@ -144,6 +144,7 @@ ENGINES = [
         ([[0], [1]], "auto"),
         ([[0], [0, 0]], "auto"),
         ("drawn:chain:1", "point_mass"),
+        ("dynamic:3:2:2", "auto"),
     ),
     *(
         ("drawn:chain:2", word)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import DraftHead, DraftState, TargetModules, build_head
+from headstart.heads import DraftHead, DraftState, TargetModules
 from headstart.inference import DynamicShape, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
@@ -218,21 +217,6 @@ def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
 # In the loop: exactness.
 
 
-def model_head(name, target, seed, **options):
-    """A head with random weights, in the target's own format; dimensions are small, and so is the
-    vocabulary."""
-    torch.manual_seed(seed)
-    given = {
-        "eagle3": {"depth": 4, "feature_layers": [0, -1]},
-        "medusa": {"num_heads": 4},
-    }[name]
-    head = build_head(name, {**given, **options}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
-
-
 def joint_of(probs_of, vocab, length):
     """The distribution of `length` tokens, from that of the next one after each prefix."""
     joint = {}
@@ -287,33 +271,6 @@ def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, se
                 rest *= float(table[text[:j]][text[j]])
             found += emitted.get(text[:i], 0.0) * rest
         assert found == pytest.approx(mass, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "tree"), [("eagle3", "dynamic:3:2:2"), ("medusa", "dynamic:4:2:2")]
-)
-def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(
-    tiny_target, tools, name, tree
-):
-    """The whole engine, prefill and rounds, by enumeration of every draw."""
-    vocab = 3
-    target = tiny_target(vocab_size=vocab, layers=2)
-    drafter = tree_drafter(model_head(name, target, 0), tree_policy(tree), target.modules)
-    input_ids = torch.tensor([[1, 2]])
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
-
-    def run(draw):
-        rows, _ = tools.write(target, drafter, point_mass, list(input_ids), processors, draw, 3)
-        return tuple(rows[0])
-
-    def probs_of(text):
-        prefix = torch.cat([input_ids, torch.tensor([text], dtype=torch.int64)], dim=1)
-        with torch.no_grad():
-            return processors(None, target.model(prefix).logits[:, -1])[0].softmax(-1)
-
-    found = tools.every_branch(run)
-    for text, mass in joint_of(probs_of, vocab, 3).items():
-        assert found.get(text, 0.0) == pytest.approx(mass, abs=1e-9)
 
 
 # Sampled children.
