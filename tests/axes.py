@@ -439,12 +439,25 @@ def axis_of(value: str) -> str:
 
 
 def cases(seed: int = SEED) -> Iterator[Case]:
-    """Cases in which every pair of values occurs that is supported."""
+    """Cases in which every pair of values occurs that is supported; on a CPU, too, if it can."""
     chance = random.Random(seed)
-    missing = every_pair() - refusals().keys()
+    supported = every_pair() - refusals().keys()
+    on_a_cpu = set()
+    for case in covering(supported, {}, chance):
+        if on_cpu([case]):
+            on_a_cpu |= pairs_of(case)
+        yield case
+    elsewhere = {name for name, (place, _, _) in ENGINES.items() if place != "cpu"}
+    left = {pair for pair in supported - on_a_cpu if not pair & elsewhere}
+    yield from covering(left, {"engine": "eager"}, chance)
+
+
+def covering(missing: set[frozenset[str]], fixed: Case, chance: random.Random) -> Iterator[Case]:
+    """Cases in which every one of these pairs occurs, with fixed values of some axes."""
+    missing = set(missing)
     while missing:
         pair = chance.choice(sorted(map(sorted, missing)))
-        case = completed({axis_of(value): value for value in pair}, missing, chance)
+        case = completed(fixed | {axis_of(value): value for value in pair}, missing, chance)
         assert case is not None, f"{pair} go together with no value of some axis"
         missing -= pairs_of(case)
         yield case

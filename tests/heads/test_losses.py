@@ -310,6 +310,15 @@ def test_no_position_is_lost_between_chunks(count: int, monkeypatch: pytest.Monk
     assert_same(build(mask_BT, depths=2), {"soft_ce": 1.0})
 
 
+@pytest.mark.parametrize("ranks", [1, 5, 9, 12])
+def test_hits_count_how_often_the_true_token_is_the_ith_best(ranks: int) -> None:
+    problem = build(answers(30), drafted=9)
+    found = problem.solve({"tv": 1.0}, ranks=ranks).hits_KI
+    wanted = naive(problem, {"tv": 1.0}, "decay", 1.0, 12).hits_KI
+    assert found.tolist() == wanted[:, :ranks].tolist()
+    assert wanted.sum() > 0 and not wanted[:, 9:].any()
+
+
 @pytest.mark.parametrize("frozen", ["hiddens", "lm_heads", "both"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
     problem = build(answers(14))

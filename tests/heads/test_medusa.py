@@ -147,6 +147,30 @@ def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(
     assert not torch.allclose(together[0], together[2])
 
 
+def test_a_new_round_starts_again_at_the_root() -> None:
+    head, modules = build_medusa(SHAPES[0]), build_modules()
+    features, tokens = (
+        torch.randn(2, 4, 1, WIDTH, dtype=torch.float64),
+        torch.zeros(2, 4, 1, dtype=torch.int64),
+    )
+    length = torch.ones(4, dtype=torch.int64)
+    root = torch.full((4, 1), -1)
+    state = head.observe(
+        head.begin(modules, 4, 8, max_depth=2, nodes=2), features[0], tokens[0], length
+    )
+    for _ in range(2):
+        _, state = head.expand(state, tokens[0], root)
+    second, _ = head.expand(head.observe(state, features[1], tokens[1], length), tokens[1], root)
+    fresh, _ = head.expand(
+        head.observe(
+            head.begin(modules, 4, 8, max_depth=2, nodes=2), features[1], tokens[1], length
+        ),
+        tokens[1],
+        root,
+    )
+    torch.testing.assert_close(second, fresh, **CLOSE)
+
+
 # What the loss counts.
 
 

@@ -137,12 +137,6 @@ def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(
     assert_same(load_head(tmp_path / "head")[0], build())
 
 
-def test_the_folder_of_a_run_is_read_as_its_best_head(tmp_path: Path) -> None:
-    head = build()
-    save(head, tmp_path / "run" / "best")
-    assert_same(load_head(tmp_path / "run")[0], head)
-
-
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
     folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
     stale = (

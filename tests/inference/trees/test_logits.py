@@ -52,14 +52,6 @@ def test_distinct_draws_come_one_after_the_other_without_replacement():
     assert filled[0, 3] == 0  # the impossible one comes last
 
 
-def test_the_same_generator_draws_the_same():
-    probs = torch.rand(3, 4, 7).softmax(-1)
-    first, second = (
-        RandomSampler(torch.Generator().manual_seed(5)).categorical(probs) for _ in range(2)
-    )
-    assert torch.equal(first, second)
-
-
 class Texts:
     """Two rows with prompts of 3 and 5 tokens, the second of which is decoded at place 0."""
 

@@ -3,7 +3,6 @@ of every draw."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 
@@ -25,8 +24,6 @@ from headstart.inference.trees.verify import (
     choose_rule,
     emitted_tokens,
     is_lossy_rule,
-    with_replacement,
-    without_replacement,
 )
 
 PROCESSORS = [
@@ -234,34 +231,6 @@ def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
         replace="sampled_independent" in kinds and (word != "point_mass" or seed % 2 == 0),
     )
     assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
-
-
-def picked_and_taken_for_drawn(tree, scores, sampler):
-    """Wrong: the best tokens of the draft, verified as if they had been drawn from its softmax."""
-    best = tree.draft_probs_BNV[:, 0].topk(2, dim=-1).indices
-    tokens = torch.cat([tree.tokens_BN[:, :1], best], dim=1)
-    return without_replacement(dataclasses.replace(tree, tokens_BN=tokens), scores, sampler)
-
-
-def stale_draft_probabilities(tree, scores, sampler):
-    """Wrong: children drawn without replacement, verified as if every one had been drawn from the
-    same."""
-    return with_replacement(tree, scores, sampler)
-
-
-def unchanged_target(tree, scores, sampler):
-    """Wrong: after rejections the next token is drawn from the target as it was."""
-    result = without_replacement(tree, scores, sampler)
-    last = result.path_BA.gather(1, result.lengths_B[:, None] - 1)
-    probs = scores.softmax(-1).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))
-    return dataclasses.replace(result, next_tokens_B=sampler.categorical(probs[:, 0]))
-
-
-@pytest.mark.parametrize(
-    "wrong", [picked_and_taken_for_drawn, stale_draft_probabilities, unchanged_target]
-)
-def test_the_enumeration_catches_what_published_code_does_wrong(wrong):
-    assert max(World([[0], [1]], 4, seed, []).error(wrong) for seed in range(5)) > 0.01
 
 
 def test_drawn_trees_rank_the_rules(record_property):
