@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import head_for
+from helpers import head_for, padded_batch, written_alone
 
 from headstart.inference import History, SpeculativeLM
 from headstart.inference.drafters import history, text_index
@@ -196,6 +196,28 @@ def test_whoever_expects_more_drafts(target, tools):
 
     assert rounds(lambda drafter: [wrong_by(rates) for rates in drafter.rates]) == 10
     assert rounds(lambda drafter: drafter.earlier.add([*truth, -1])) < 8
+
+
+def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
+    """The other drafter is always right by three tokens; one row's answer was given before, and
+    the history drafts four of its tokens."""
+    chance = random.Random(2)
+    rows = [
+        torch.tensor([5, 6, 7]),
+        torch.tensor([chance.randrange(VOCAB) for _ in range(LONGEST)]),
+    ]
+    padded, mask = padded_batch(rows)
+    settings = {"max_new_tokens": 41, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    truths = [written_alone(target.model, row, **settings) for row in rows]
+    other = make_drafter(target, target, "chain:3")
+    lm = SpeculativeLM(target, HistoryDrafter(nodes=5, earlier=TextIndex(500), other=other))
+    wrong_by(lm.drafter.rates[0])  # nothing is expected of a row's own text
+    lm.drafter.earlier.add([*rows[1].tolist(), *truths[1], -1])
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    assert output.sequences[:, padded.shape[1] :].tolist() == truths
+    unknown, known = [[record.returned for record in row] for row in output.stats.rows]
+    assert unknown == [4] * 10
+    assert known == [4] + [5] * 7 + [1]
 
 
 @pytest.mark.parametrize("lazy", [True, False])
