@@ -154,12 +154,10 @@ def best_tree(
         rate = expected * plain / costs.forward_seconds((count + 1) * rows)
         if rate > best_rate:
             best, best_rate = count, rate
-    part = Trie([root])
-    node_in_part = {0: 0}  # from the nodes of `whole`
-    for node in sorted(order[:best]):
-        node_in_part[node] = len(part.tokens)
-        part.add([whole.tokens[node]], node_in_part[whole.parents[node]])
-    return part, best_rate
+    kept = [0, *sorted(order[:best])]
+    node_in_part = {node: place for place, node in enumerate(kept)}
+    parents = [-1, *[node_in_part[whole.parents[node]] for node in kept[1:]]]
+    return Trie([whole.tokens[node] for node in kept], parents), best_rate
 
 
 def _one_path(order: Sequence[int], parents: Sequence[int]) -> list[int]:
