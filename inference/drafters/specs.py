@@ -70,7 +70,7 @@ def drafter_spec(text: str) -> DrafterSpec:
     if name == "prompt-lookup":
         return History(*_nodes_and_length(name, options), earlier=False)
     if name == "retrieval":
-        folder, numbers = _path_and_numbers(options, most=2)
+        folder, numbers = _path_and_numbers(options)
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
         return History(*_nodes_and_length(name, numbers), folder=folder)
@@ -87,28 +87,23 @@ def drafter_spec(text: str) -> DrafterSpec:
 
 
 def _nodes_and_length(name: str, options: str) -> tuple[int, int]:
-    numbers = _numbers(name, options, most=2)
-    nodes = numbers[0] if numbers else History.nodes
-    length = numbers[1] if len(numbers) > 1 else History.length
-    return nodes, length
-
-
-def _numbers(name: str, options: str, most: int) -> list[int]:
-    """The numbers of a drafter's options, of which the last ones may be left out."""
+    """The numbers of a history's options, of which the last ones may be left out."""
     numbers = options.split(":") if options else []
-    if len(numbers) > most or not all(number.isdigit() for number in numbers):
+    if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
         raise ValueError(
             f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}"
         )
-    return [int(number) for number in numbers]
+    nodes = int(numbers[0]) if numbers else History.nodes
+    length = int(numbers[1]) if len(numbers) > 1 else History.length
+    return nodes, length
 
 
-def _path_and_numbers(options: str, most: int) -> tuple[str, str]:
-    """Split PATH[:NUMBER...]; a path may hold colons itself, and is taken whole if it exists."""
+def _path_and_numbers(options: str) -> tuple[str, str]:
+    """Split PATH[:NODES[:LENGTH]]; a path may hold colons, and is taken whole if it exists."""
     # Take numbers from the end: "C:\store:12:10" gives "C:\store" and ["12", "10"].
     numbers: list[str] = []
     path = at_home(options)
-    while len(numbers) < most and ":" in path and not Path(path).exists():
+    while len(numbers) < 2 and ":" in path and not Path(path).exists():
         before, _, last = path.rpartition(":")
         if not last.isdigit():
             break
