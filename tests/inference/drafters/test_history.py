@@ -3,7 +3,9 @@ other drafts by that."""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 
 import pytest
 import torch
@@ -133,6 +135,30 @@ def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
         rounds[earlier] = [output.stats.rounds for output in outputs]
     assert rounds[True][1] < rounds[True][0] / 2
     assert rounds[False][0] == rounds[False][1] == rounds[True][0]
+
+
+def test_no_text_leaves_the_process(target, head):
+    """No file is opened for writing and nothing is sent while answers are given and searched."""
+    lm = SpeculativeLM.from_pretrained(target, head)
+    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    lm.generate(prompt, **settings)  # imports what is imported late, whose bytecode is written
+    watching = True
+    noted = []
+
+    def hook(event, arguments):  # cannot be removed again, only told to do nothing
+        if not watching:
+            return
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("socket.connect", "socket.sendto"):
+            noted.append((event, arguments))
+
+    sys.addaudithook(hook)
+    for _ in range(2):
+        lm.generate(prompt, **settings)
+    watching = False
+    assert lm.drafter.earlier.end > 40
+    assert not noted
 
 
 def test_large_batches_are_not_searched(target, monkeypatch):
