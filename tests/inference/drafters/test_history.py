@@ -198,9 +198,9 @@ def test_memory_does_not_grow_with_answers():
     earlier.add([1])
     size = len(earlier._ring), [len(links) for links in earlier._before]
     chance = random.Random(0)
-    for _ in range(300):
-        earlier.add([chance.randrange(50) for _ in range(40)] + [-1])
-    assert earlier.end == 1 + 300 * 41
+    for _ in range(10_000):
+        earlier.add([chance.randrange(50) for _ in range(9)] + [-1])
+    assert earlier.end == 1 + 10_000 * 10
     assert size == (len(earlier._ring), [len(links) for links in earlier._before])
     assert len(earlier.last(10**6)) == 1000
 
