@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target
@@ -14,9 +14,9 @@ PLAIN = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 ROW = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def model_of(seed=0, act="silu", tie=False) -> LlamaForCausalLM:
+def model_of(seed=0, act="silu", tie=False) -> MistralForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = MistralConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=64,
@@ -29,8 +29,9 @@ def model_of(seed=0, act="silu", tie=False) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=tie,
+        sliding_window=None,
     )
-    model = LlamaForCausalLM(config)
+    model = MistralForCausalLM(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data *= 4

@@ -28,7 +28,7 @@ from ..targets.as_loaded import as_loaded
 from ..targets.changes import WeightWatch, code_of
 from ..targets.dtypes import chosen_dtype
 from ..targets.fork_lock import ForkLock
-from ..targets.info import before_lm_head, fingerprint, target_modules
+from ..targets.info import fingerprint
 from ..targets.loading import (
     MAPS,
     default_device,
@@ -221,6 +221,9 @@ class Target(TargetModel):
             )
         # A change of the model's code, adapters or weights makes copies and recordings stale.
         version = self.version
+        # Other layers or another config: what was read off the model is read again.
+        if self._version_before[:2] != version[:2]:
+            self.read_off(model)
         if self.compile_mode != mode or self._version_before != version:
             self.engine = chosen_engine(self, mode, self.engine_kind)
         self._version_before = version
@@ -253,8 +256,8 @@ class Target(TargetModel):
         return replace(self.modules, lm_head=lm_head)
 
     @property
-    def version(self) -> Hashable:
-        """A value that changes with the model: its code, its adapters, its attention, its weights.
+    def version(self) -> tuple[Hashable, ...]:
+        """A value that changes with the model: its code, its configs, its adapters, its weights.
 
         See `targets.changes` for what it sees of code and weights.
         """
@@ -263,7 +266,6 @@ class Target(TargetModel):
             id(model),
             code_of(model),
             active_adapters(model),
-            model.config._attn_implementation,
             self._refreshed,
             self._weights.version(model),
         )
@@ -290,9 +292,7 @@ class Target(TargetModel):
                 raise ValueError(f"it is of peft's type {kind!r}, and a head's is LORA")
             merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
-        self.modules = target_modules(self.model)
-        self.before_lm_head = before_lm_head(self.model)
-        vars(self).pop("computes_logits", None)  # a cached property: found anew when asked
+        self.read_off(self.model)
         self.adapter = str(folder)
         setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
         self.refresh()  # peft changes weights in a way that their version does not show

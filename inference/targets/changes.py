@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ SAMPLED = 16
 """Elements of each tensor that are compared."""
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by an element's bytes. As integers, NaN equals itself."""
+NUMBERS = (float, int, bool)
+WITHOUT_EFFECT = ("training", "gradient_checkpointing", "max_seq_len_cached")
+"""Numbers of modules that change no text: the last one is written by rotary embeddings."""
 
 
 class WeightWatch:
@@ -111,12 +115,17 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
 def code_of(module: nn.Module) -> Hashable:
     """Return the code that a call of a module runs.
 
-    It comprises the classes of its parts with their forwards, the factors that they compute with
-    (`scaling`, `eps`), their hooks, hooks on all modules, and forwards in the place of theirs.
-    torch numbers hooks and never gives a number twice.
+    It comprises the classes of its parts with their forwards, the numbers that they compute with
+    (`scaling`, `eps`, `top_k`), the configs that they read (`sliding_window`, `num_hidden_layers`),
+    their hooks, hooks on all modules, and forwards in the place of theirs. torch numbers hooks and
+    never gives a number twice.
     """
     code: list[Hashable] = [*_GLOBAL_HOOKS[0], *_GLOBAL_HOOKS[1]]
-    _collect_code(module, code)
+    configs: dict[int, Any] = {}
+    _collect_code(module, code, configs)
+    for config in configs.values():
+        # As text: a list that is changed in its place would equal itself.
+        code.append(repr([v for v in vars(config).items() if not hasattr(v[1], "to_dict")]))
     return tuple(code)
 
 
@@ -134,17 +143,19 @@ _GLOBAL_HOOKS = (
 """Hooks on every module of the process, by number."""
 
 
-def _collect_code(module: nn.Module, code: list[Hashable]) -> None:
+def _collect_code(module: nn.Module, code: list[Hashable], configs: dict[int, Any]) -> None:
     code.append(id(type(module)))
     code.append(id(type(module).forward))
-    for value in vars(module).values():
-        if type(value) is float:
+    for name, value in vars(module).items():
+        if type(value) in NUMBERS and name not in WITHOUT_EFFECT:
             code.append(value)
+        elif name == "config":
+            configs[id(value)] = value
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         code += _hooks(module)
     for child in module._modules.values():
         if child is not None:
-            _collect_code(child, code)
+            _collect_code(child, code, configs)
 
 
 def _hooks(module: nn.Module) -> Iterator[Hashable]:

@@ -41,10 +41,20 @@ class TargetModel:
         """
         # A function, so that `hold_weakly` can exchange it for a weak reference.
         self._model: Callable[[], Any] = lambda: model
-        self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.read_off(model)
+
+    def read_off(self, model: PreTrainedModel) -> None:
+        """Read off the model what engines need to know: at first, and after it has changed.
+
+        Raises:
+            ValueError: an architecture that cannot run draft trees, with the reason.
+        """
+        for name in ("cache_interface", "computes_logits", "first_block_index", "_read_at_border"):
+            vars(self).pop(name, None)  # cached properties, found anew when asked
+        self.config = model.config.get_text_config()
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
         self.stateful = stateful_interface(model) if keeps_states(model) else None

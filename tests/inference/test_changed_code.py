@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from headstart.inference import SpeculativeLM
+from headstart.inference.targets.changes import code_of
 
 ENGINES = {
     "as it is": ({"act": "silu"}, False),
@@ -116,6 +117,9 @@ CHANGES = {
     "another part": lambda model: other_value(
         model.model.layers[1], "mlp", torch.nn.Linear(*[model.config.hidden_size] * 2)
     ),
+    "fewer layers": lambda model: other_value(model.model, "layers", model.model.layers[:1]),
+    "number of layers": lambda model: other_value(model.config, "num_hidden_layers", 1),
+    "sliding window": lambda model: other_value(model.config, "sliding_window", 2),
 }
 
 
@@ -142,6 +146,20 @@ def test_what_is_put_on_a_model_runs(engine, change, first):
     finally:
         take_away()
     assert torch.equal(lm.generate(ROW, **PLAIN).sequences, plain)
+
+
+def test_what_changes_a_text_is_seen_and_what_does_not_is_not():
+    model = model_of()
+    router = model.model.layers[0].mlp
+    router.top_k = 2
+    model.config.layer_types = ["full_attention"] * 2
+    before = code_of(model)
+    model.train()
+    assert code_of(model) == before
+    router.top_k = 1
+    fewer_experts = code_of(model)
+    model.config.layer_types[1] = "sliding_attention"
+    assert len({before, fewer_experts, code_of(model)}) == 3
 
 
 def test_the_kernels_come_back_when_the_hook_has_gone():

@@ -153,6 +153,6 @@ def test_rollouts_by_plain_generate_follow_a_swap(sampling):
     assert torch.equal(again.sequences, found), "a seed gives the same text whichever head drafts"
     with pytest.raises(
         ValueError,
-        match=r"is of another LlamaForCausalLM than the one whose generate was called; make",
+        match=r"is of another MistralForCausalLM than the one whose generate was called; make",
     ):
         model_of(seed=7).generate(ROW, custom_generate=method, **settings)
