@@ -15,13 +15,16 @@ def plotted(
     """Plot curves of points (x, y), with a legend if there are several.
 
     Points whose y was not measured (None) are left out.
+
+    Raises:
+        ValueError: text in the place of a number, which matplotlib would take for a date.
     """
     from matplotlib.figure import Figure  # takes a second to import, and is needed last
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for name, points in curves.items():
-        measured = [(x, y) for x, y in points if y is not None]
+        measured = [(float(x), float(y)) for x, y in points if y is not None]
         marker = "." if len(measured) < 20 else None
         axes.plot([x for x, _ in measured], [y for _, y in measured], label=name, marker=marker)
     axes.set_xlabel(x_title)

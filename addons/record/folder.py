@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...files import TEXT_SHARD, read_json, text_shards, write_whole
+from ...files import TEXT_SHARD, read_json, reading_back, text_shards, write_whole
 from ...inference.feature_cache import FeatureCache, encoded, key_of, write_shard
 from ...inference.tuning.round_costs import RoundCosts
 
@@ -170,10 +170,8 @@ def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
     entry = _costs_in(folder).get(shape)
     if entry is None:
         return None
-    try:
+    with reading_back(folder / COSTS, "remove it"):
         return RoundCosts.read(entry), str(entry["machine"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{folder / COSTS} cannot be read ({error!r}); remove it") from error
 
 
 def _costs_in(folder: Path) -> dict[str, Any]:

@@ -139,7 +139,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         or not all(isinstance(part, str) for part in parts.values())
     ):
         raise ValueError(f"{index} has no weight_map of tensors to files")
-    elsewhere = [part for part in parts.values() if Path(part).name != part]
+    # A name with a NUL is no file's either, and messages would show its control characters.
+    elsewhere = [
+        part for part in parts.values() if Path(part).name != part or not part.isprintable()
+    ]
     if elsewhere:
         raise ValueError(f"{index} names {elsewhere[0]!r}, which leads out of its folder")
     return parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ MODEL_OPTIONS = (
     "variant",
 )
 """All options of `from_pretrained` for a target."""
+PARTS = re.compile("(layers?|experts|blocks|depth|groups)$")
+"""Names of a config's values that say how many modules of a kind are built."""
+MOST_PARTS = 10_000
 MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 """transformers' classes that load a language model with its encoders of images, sound or video, the
 widest first."""
@@ -152,6 +156,8 @@ def load_config(
     with reading("target model", source):
         if Path(folder).is_dir():
             refuse_named_models(folder, revision, given)
+        if gguf is None:
+            refuse_vast(PreTrainedConfig.get_config_dict(folder, revision=revision, **given)[0])
         return AutoConfig.from_pretrained(folder, revision=revision, **without_code(given))
 
 
@@ -214,6 +220,21 @@ def refuse_named_models(place: str, revision: str | None, options: dict[str, Any
             raise ValueError(
                 f"its adapter names {str(named[0])[:100]!r}, which is opened only where you name"
                 " it: give a PeftModel of both, or both merged"
+            )
+
+
+def refuse_vast(config: dict[str, Any]) -> None:
+    """Refuse more layers or experts than any model has: transformers would build them one by one.
+
+    Raises:
+        ValueError: the first such number.
+    """
+    for name, value in config.items():
+        if isinstance(value, dict):  # the config of a part
+            refuse_vast(value)
+        elif PARTS.search(name) and type(value) is int and value > MOST_PARTS:
+            raise ValueError(
+                f"{name} of its config is {value:.6g}, and a target may have at most {MOST_PARTS:,}"
             )
 
 

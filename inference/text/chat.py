@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..engines.target import Target
 from ..rounds.sequences import Conversation
+from .chat_template import TEMPLATE_ERRORS, template_error
 from .detokenizer import TextStream
 
 
@@ -74,16 +75,22 @@ class Chat:
         """Yield the answer piece by piece.
 
         An answer that is not read to its end does not enter the conversation.
+
+        Raises:
+            ValueError: the chat template fails.
         """
         # 1. The whole conversation as token ids; `self.past` knows its beginning already.
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt: Any = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-            **self.template,
-        )
+        try:
+            prompt: Any = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+                **self.template,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise template_error(self.tokenizer, error) from error
         # 2. Options: this call's before those of the conversation.
         answer = TextStream(self.tokenizer)
         options = {"tokenizer": self.tokenizer, **self.settings, **settings}

@@ -17,6 +17,7 @@ from jinja2.meta import find_undeclared_variables
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...files import LONGEST_REASON
 from ...heads.checkpoints.save_load import differences
 from ...options import template_variables
 from ..targets.loading import load_tokenizer, tokenizer_provenance
@@ -81,10 +82,16 @@ def render(
         # an error: the text must not contain that.
         if not any(shown in text for shown in _python_objects(form)):
             return text
-    raise ValueError(
-        "the chat template refuses a conversation:"
-        f" {refused or 'it shows arguments of tools as Python objects'}"
-    ) from refused
+    told = refused or "it shows arguments of tools as Python objects"
+    raise template_error(tokenizer, told) from refused
+
+
+def template_error(tokenizer: PreTrainedTokenizerBase, told: object) -> ValueError:
+    """Say in one line that a tokenizer's chat template failed, where it is from, and how."""
+    words = " ".join(str(told).split())[:LONGEST_REASON]
+    return ValueError(
+        f"the chat template refuses a conversation: {words} (tokenizer {tokenizer.name_or_path!r})"
+    )
 
 
 def message_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -201,11 +201,21 @@ def test_enough_held_out_prompts_are_worth_no_line(short, changed, capsys):
     assert "eval.prompts asks" not in " ".join(capsys.readouterr().out.split())
 
 
+MAY = json.dumps(
+    {
+        "step": "May",
+        "eval": {"chain": {"acceptance_length": 1.5, "interval": [1, 2]}},
+        "held_out_loss": [1.0],
+    }
+)
+"""A line that matplotlib would take, with text as a date."""
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         *(("log.jsonl", line) for line in ("{", "3", "null", "[" * 100_000, '{"eval": 3}', "\xff")),
-        *(("log.jsonl", line) for line in ('{"loss": [1.0]}', '{"eval": {"a": {}}}', "")),
+        *(("log.jsonl", line) for line in ('{"loss": [1.0]}', '{"eval": {"a": {}}}', "", MAY)),
         *(("config.yaml", config) for config in ("", "3", "{", "head: [1]", "a: &a [*a]", "\xff")),
     ],
 )

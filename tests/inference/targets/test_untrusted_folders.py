@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.addons.certify.engines import end_tokens_of
-from headstart.inference import Target, load_tokenizer
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.outer_modules import OuterTarget
 from headstart.inference.targets.dtypes import chosen_dtype
 from headstart.inference.targets.loading import config_of, load_config, load_model, target_facts
@@ -129,6 +129,15 @@ def test_a_broken_file_gives_one_line_that_names_the_folder(folder, what):
         assert len(message) < 1000
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_local_experts", "text_config"])
+@pytest.mark.parametrize("reader", ["config", "model"])
+def test_more_layers_than_can_be_built_are_refused_before_they_are(folder, reader, name):
+    vast = {"model_type": "qwen2", "num_hidden_layers": 10**9}
+    edited(folder / "config.json", **{name: vast if name == "text_config" else 10**9})
+    message = refusal(READERS[reader], folder, default="")
+    assert str(folder) in message and "1e+09" in message
+
+
 @pytest.mark.parametrize("value", [[7], {"a": 1}])
 def test_settings_that_transformers_takes_unseen_are_named(folder, value):
     edited(folder / "tokenizer_config.json", model_max_length=value)
@@ -175,8 +184,10 @@ def test_a_template_that_cannot_be_parsed_is_named(folder, template):
     if template.startswith("("):  # text
         assert render(tokenizer, messages) == template
         return
-    with pytest.raises(ValueError, match="the chat template refuses"):
+    with pytest.raises(ValueError, match=f"the chat template refuses .*{folder}"):
         render(tokenizer, messages)
+    with pytest.raises(ValueError, match=f"the chat template refuses .*{folder}"):
+        SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup").chat(tokenizer).say("hello")
     with pytest.raises(ValueError, match=f"{folder}.* cannot be parsed"):
         variables_read(tokenizer)
 
