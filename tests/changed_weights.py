@@ -39,7 +39,8 @@ def model_of(seed=0, act="silu", tie=False) -> MistralForCausalLM:
 
 
 def stock(model):
-    return model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
+    row = ROW.to(model.device)
+    return model.generate(row, attention_mask=torch.ones_like(row), **PLAIN)
 
 
 def copied(model, other):

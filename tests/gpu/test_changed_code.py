@@ -1,0 +1,27 @@
+"""What users put on a model runs, too, where its forwards were recorded before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from changed_code import CHANGES
+from changed_weights import PLAIN, ROW, model_of, stock
+
+from headstart.inference import SpeculativeLM
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_on_a_recorded_model_runs(change, device):
+    model = model_of().to(device)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
+    for _ in range(3):  # the first rounds are recorded, later ones replayed
+        lm.generate(ROW, **PLAIN)
+    plain = stock(model)
+    take_away = CHANGES[change](model)
+    try:
+        changed = stock(model)
+        assert not torch.equal(changed, plain), "the change changes nothing"
+        assert torch.equal(lm.generate(ROW, **PLAIN).sequences.cpu(), changed.cpu())
+    finally:
+        take_away()
+    assert torch.equal(lm.generate(ROW, **PLAIN).sequences.cpu(), plain.cpu())
