@@ -247,12 +247,10 @@ def options(
 
     def checked_config(name: str) -> str:
         path = config_path(name)
-        check_config(path, types)
         configs.append(path)
-        return path
+        return checked(path, types)
 
     spelled_arguments = with_configs(spelled_arguments, checked_config)
-    spelled_arguments = with_configs(spelled_arguments, with_new_names)
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
@@ -304,16 +302,6 @@ def with_configs(arguments: list[str], change: Callable[[str], str]) -> list[str
     return changed
 
 
-def with_new_names(path: str) -> str:
-    """The path of a config, or its options as JSON where some have old names (`RENAMED`)."""
-    options = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
-    renamed = {
-        name: by_new_names(value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in by_new_names(options).items()
-    }
-    return path if renamed == options else json.dumps(renamed)
-
-
 def config_path(name: str) -> str:
     """Return the path of a config: a file, or one of headstart's by its name.
 
@@ -328,20 +316,20 @@ def config_path(name: str) -> str:
     return shipped[name]
 
 
-def check_config(path: str, types: dict[str, Any]) -> None:
-    """Refuse a file that is not a mapping of options and of groups of them.
+def checked(path: str, types: dict[str, Any]) -> str:
+    """Return a config's path, or its options as JSON where some have old names (`RENAMED`).
 
     Raises:
-        ValueError: what is wrong, with the file.
+        ValueError: it is not a mapping of options and of groups of them, with the file.
     """
     try:
-        text = Path(path).read_bytes()
+        text = Path(path).read_text(encoding="utf-8")
         references = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
         if references > MOST_REFERENCES:
             raise ValueError(
                 f"it has {references} references (*NAME), and {MOST_REFERENCES} may be used"
             )
-        options = yaml.safe_load(text)
+        options = get_loader("yaml")(text)
         if not isinstance(options, dict):
             raise ValueError("it is not a mapping of options")
         json.dumps(options, default=str)  # refuses a list that holds itself
@@ -350,8 +338,13 @@ def check_config(path: str, types: dict[str, Any]) -> None:
                 raise ValueError("it names another config; give both on the command line")
             if dataclasses.is_dataclass(types.get(name)) and not isinstance(value, dict):
                 raise ValueError(f"{name} must be a mapping of options, not {shown(value)}")
+        renamed = {
+            name: by_new_names(value, f"{name}.") if isinstance(value, dict) else value
+            for name, value in by_new_names(options).items()
+        }
     except (yaml.YAMLError, *BROKEN) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return path if renamed == options else json.dumps(renamed)
 
 
 def explained(

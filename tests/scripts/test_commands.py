@@ -342,6 +342,7 @@ def test_an_option_that_is_gone_says_what_takes_its_place(run, parsed, tmp_path)
         status, _, errors = run("train", *required, *words)
         assert status == 2
         assert not lacking(errors, "option optim.ema is gone optim.schedule")
+    assert str(path) in errors
     # Files of earlier versions have the value that asked for nothing.
     path.write_text("optim: {ema: 0.0, lr: 0.5}")
     assert parsed("train", *required, "--config", str(path)).optim.lr == 0.5
@@ -653,7 +654,7 @@ GROWING = "a: &a [1, 1]\n" + "".join(
         *(
             "{",
             "a: 1: 2",
-            "target: 2026-99-99",
+            "target: !!timestamp 2026-99-99",
             "target: !!python/name:os.system",
             "a\0: 1",
             "\x85",
