@@ -15,7 +15,7 @@ files that are whole.
 
 `Dataset.map` tokenizes, but names of folders are not its fingerprints: tried, these give the same
 tokenizer in two folders two names, and miss a change of the function that tokenizes. A cache named
-by them would still need the lock, the counts, the digest and the unused rows: 40 lines fewer of 640.
+by them would still need the lock, the counts, the digest and the unused rows: it saves 40 lines.
 """
 
 from __future__ import annotations
