@@ -354,6 +354,9 @@ def evaluation(
         activations(replace(config, loop=replace(config.loop, recompute=again)), info, 1, row)
         for again in (False, True)
     )
+    # Medusa and Hydra have no cache and nothing to recompute: they compute depth after depth.
+    if cached == whole and not hasattr(head.config, "max_anchors"):
+        cached = 0
     step = min(whole - cached, whole // head.max_depth)
     read = tokens * itemsize * (features + info.hidden_size)
     # Steps come before the loss.

@@ -99,6 +99,26 @@ def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
     assert rows == tokens
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_an_evaluation_keeps_one_depth_of_a_head_without_a_cache(config, kind):
+    """Layers add to what training keeps, by depth; an evaluation needs the share of one depth."""
+    found = []
+    for layers in (8, 40):
+        head = {"type": kind, "num_heads": 4, "num_layers": layers}
+        recipe = dataclasses.replace(config("8b", plan="one", dtype="float32"), head=head)
+        loop = dataclasses.replace(recipe.loop, micro_batch=1, precision="float32")
+        recipe = dataclasses.replace(recipe, loop=loop)
+        found.append(plan.plan_run(recipe, torch.device("cpu")))
+    few, many = found
+    kept = many.memory["activations"] - few.memory["activations"]
+    # Beside what stands: two copies of the head in float32, and a forward.
+    forwards = [
+        each.moments["evaluation"] - each.moments["saving"] - (4 + 4) * each.head_parameters
+        for each in found
+    ]
+    assert 0 <= forwards[1] - forwards[0] <= 1.01 * kept / 4
+
+
 def test_every_engine_cuts_what_it_is_for(config):
     """W bytes of weights on 8 processes, and what each engine keeps besides, by
     benchmarks/memory_plan.py."""
