@@ -143,7 +143,7 @@ def compared(
 
 
 def usual_causes(fast: SpeculativeLM, config: SpeculativeOptions) -> list[str]:
-    """What most often makes a head accept less than published, with what this head has of each."""
+    """Name what most often makes a head accept less than published, with what this head has."""
     trained = fast.provenance
     used = {
         **fast.target.provenance,
