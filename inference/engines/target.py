@@ -199,8 +199,12 @@ class Target(TargetModel):
         """The tokenizer that lies beside the model, loaded when it is first needed.
 
         Raises:
-            ValueError: a model without files.
+            ValueError: a model without files. The Hub is not asked for one that has no name.
         """
+        if self.name == type(self.model).__name__ and not Path(self.name).exists():
+            raise ValueError(
+                f"{self.name!r} was made in memory, so no tokenizer lies beside it; give one"
+            )
         return load_tokenizer(self.name, self.commit, **self.hub)
 
     def compile(self, mode: bool = True) -> None:

@@ -273,6 +273,15 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(
         write_datastore(tmp_path / "none", [[], []], hash_of)
 
 
+def test_the_hub_is_not_asked_for_models_that_were_made_in_memory(target, monkeypatch):
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(name)
+    )
+    make_drafter(target, target)  # compares the tokenizers of models that have some
+    with pytest.raises(ValueError, match=f"{target.name!r} was made in memory"):
+        _ = target.tokenizer
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(258, 272), (272, 258), (272, 320)])
 @pytest.mark.parametrize("tree", ["chain:3", "branch:2x2", "drawn:chain:3"])
 def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
