@@ -34,6 +34,7 @@ from http.client import (
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from ..console import printable
 from ..files import parse_json
 from ..heads.checkpoints.public import public_url
 
@@ -50,6 +51,8 @@ LONGEST_ANSWER = 2**26
 log-probabilities."""
 SHOWN = 200
 """Characters of an answer that an error shows."""
+LONGEST_TOLD = 1000
+"""Characters of its own words that an error shows."""
 LONGEST_ERROR = 100_000
 """Bytes of a server's error that are read."""
 
@@ -64,9 +67,13 @@ class ServerError(ValueError):
         wait: float | None = None,
         answered: bool = False,
     ) -> None:
+        told = printable(told)
+        if len(told) > LONGEST_TOLD:
+            told = f"{told[:LONGEST_TOLD]} ..."
         super().__init__(told if status is None else f"status {status}: {told}")
         self.told = told
-        """The server's words, or what kept it from answering."""
+        """The server's words, cut where they are long and without what would control a terminal,
+        or what kept it from answering."""
         self.status = status
         """HTTP status; None if no answer came."""
         self.wait = wait

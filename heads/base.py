@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..options import shown
 from .layers.constants import counting
 from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
@@ -55,10 +56,10 @@ class TargetInfo:
     rope_parameters: dict[str, Any]
     """Rotary embedding with its scaling."""
 
-    def check(self, other: TargetInfo) -> None:
+    def check(self, other: TargetInfo, head: str = "the head") -> None:
         """Refuse `other` if a head trained for this target does not fit it.
 
-        The ValueError names every dimension that differs.
+        The ValueError names every dimension that differs, and what `head` says of the head.
         """
         # The other dimensions describe the target's own layers, which a head need not share.
         differing = [
@@ -69,7 +70,7 @@ class TargetInfo:
         ]
         if differing:
             raise ValueError(
-                f"the head was trained for {self.name!r} and does not fit {other.name!r}: "
+                f"{head} was trained for {shown(self.name)} and does not fit {other.name!r}: "
                 + "; ".join(differing)
             )
 

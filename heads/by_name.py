@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..options import check_type
+from ..options import check_type, shown
 from .base import DraftHead, TargetInfo
 from .dflash import DFlashHead
 from .dspark import DSparkHead
@@ -44,7 +44,7 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
     take.
     """
     if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
+        raise ValueError(f"unknown head {shown(name)}; choose from {', '.join(sorted(HEADS))}")
     config_class = HEADS[name].config_class
     known = sorted(field.name for field in dataclasses.fields(config_class))
     unknown = sorted(options.keys() - set(known))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..options import shown
 from .base import LONGEST_DRAFT
 
 
@@ -36,7 +37,8 @@ class BlocksConfig:
         """Refuse values that no head of this name can have."""
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(
-                f"{head} start must be random, last or the number of a block, not {self.start!r}"
+                f"{head} start must be random, last or the number of a block, not"
+                f" {shown(self.start)}"
             )
 
 

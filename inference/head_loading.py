@@ -48,7 +48,8 @@ def check_configs(
     # A config may count blocks and tokens otherwise than the model that is built from it: the rest
     # is compared when it is there.
     width = getattr(config.get_text_config(), "hidden_size", trained.hidden_size)
-    trained.check(replace(trained, name=str(source), hidden_size=width))
+    target = replace(trained, name=str(source), hidden_size=width)
+    trained.check(target, f"the head at {str(head)!r}")
 
 
 def load_fitting_head(

@@ -80,7 +80,7 @@ def verify_head(config: VerifyConfig) -> None:
             f"{config.head}: tensor {broken[0]!r} has values that are infinite or not numbers"
         )
     saved = saved_measurements(config.head, metadata.measured)
-    head.target.check(target.info)
+    head.target.check(target.info, f"the head at {config.head!r}")
     target.check_layers(head.feature_layers)
     for difference in differences(metadata.provenance, target.provenance):
         log.info(f"- another target than it was trained against: {difference}")

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from ...options import shown
 from ..base import TargetInfo
 from .tables import KINDS, LLAMA, NEEDED, Key, may_compute
 
@@ -81,12 +82,13 @@ class Keys(ChainMap[str, Any]):
             if key.only and self[name] not in key.only:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(
-                    f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}"
+                    f"{where}: {name} is {shown(self[name])} ({key.meaning}); a head here has"
+                    f" {allowed}"
                 )
             kind = key.kind or ("flag" if isinstance(key.default, bool) else "")
             if kind and self[name] is not None and not KINDS[kind][1](self[name]):
                 raise ValueError(
-                    f"{where}: {name} is {self[name]!r} ({key.meaning}); it must be"
+                    f"{where}: {name} is {shown(self[name])} ({key.meaning}); it must be"
                     f" {KINDS[kind][0]}"
                 )
 
@@ -104,7 +106,7 @@ class Keys(ChainMap[str, Any]):
             expected = getattr(target, name)
             if self[name] not in (None, expected):
                 raise ValueError(
-                    f"{self.where}: {name} is {self[name]!r}, and {expected!r} in the target"
+                    f"{self.where}: {name} is {shown(self[name])}, and {expected!r} in the target"
                     f" {target.name!r}"
                 )
 
@@ -127,9 +129,9 @@ def unknown_keys(
             continue
         if may_compute(name, value, tensors):
             raise ValueError(
-                f"{where}: unknown config key {name!r} is {value!r}. By its name it changes what a"
-                " layer computes, and neither the tensors nor the target's own config explain it;"
-                f" known are {', '.join(sorted(table))}"
+                f"{where}: unknown config key {name!r} is {shown(value)}. By its name it changes"
+                " what a layer computes, and neither the tensors nor the target's own config"
+                f" explain it; known are {', '.join(sorted(table))}"
             )
     return unknown
 
@@ -222,7 +224,7 @@ def layer_keys(source: Source) -> Keys:
     kind = layer_config.get("model_type")
     if kind not in classes:
         raise ValueError(
-            f"{source.keys.where}: {where} has model_type {kind!r}, by which its defaults are"
+            f"{source.keys.where}: {where} has model_type {shown(kind)}, by which its defaults are"
             f" chosen; it must be {' or '.join(classes)}"
         )
     # Before the class adds keys of its own.

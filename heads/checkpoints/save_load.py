@@ -22,7 +22,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import at_home, write_whole
+from ...files import LONGEST_REASON, at_home, write_whole
+from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids, with_trained_rows
@@ -104,7 +105,7 @@ def load_head(
     section = config["headstart"]
     saved_target = TargetInfo(**section["target"])
     if target is not None:
-        saved_target.check(target)
+        saved_target.check(target, f"the head at {str(source)!r}")
 
     # 2. Compare shapes by the headers of the files before memory is taken for the head.
     _check_weights(section, saved_target, folder)
@@ -429,9 +430,9 @@ def build_unloaded(
     except (RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an
         # unknown type.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:LONGEST_REASON]
         raise ValueError(
-            f"options of the {name} head cannot be used ({reason}): {options}"
+            f"options of the {name} head cannot be used ({reason}): {shown(options)}"
         ) from error
 
 
@@ -491,17 +492,17 @@ def _section_problem(section: dict[str, Any]) -> str | None:
     objects = ("options", "training", "measured", "origin")
     for name in objects:
         if not isinstance(section[name], dict):
-            return f"{name} is {section[name]!r}, not an object"
+            return f"{name} is {shown(section[name])}, not an object"
     if not isinstance(section["head"], str):
-        return f"head is {section['head']!r}, not a name"
+        return f"head is {shown(section['head'])}, not a name"
     if not isinstance(section["adapted"], bool):
-        return f"adapted is {section['adapted']!r}, not true or false"
+        return f"adapted is {shown(section['adapted'])}, not true or false"
     fastest = section["measured"].get("fastest", {})
     if not isinstance(fastest, dict):
-        return f"measured.fastest is {fastest!r}, not an object"
+        return f"measured.fastest is {shown(fastest)}, not an object"
     for tree in (section["tree"], *fastest.values()):
         if tree is not None and not isinstance(tree, (str, list)):
-            return f"the tree {tree!r} is neither a spec nor a list of paths"
+            return f"the tree {shown(tree)} is neither a spec nor a list of paths"
 
     # 2. The target's dimensions, by the types of `TargetInfo`. True is an int in Python.
     for name, hint in typing.get_type_hints(TargetInfo).items():
@@ -510,15 +511,17 @@ def _section_problem(section: dict[str, Any]) -> str | None:
         if hint is int:
             largest = LARGEST.get(name, 2**31)
             if not number or not isinstance(value, int) or not 1 <= value <= largest:
-                return f"the target's {name} is {value!r}, not a whole number from 1 to {largest}"
+                return (
+                    f"the target's {name} is {shown(value)}, not a whole number from 1 to {largest}"
+                )
         elif hint is float:
             if not number or not 0 <= value < math.inf:
-                return f"the target's {name} is {value!r}, not a number of at least 0"
+                return f"the target's {name} is {shown(value)}, not a number of at least 0"
         elif hint is str:
             if not isinstance(value, str):
-                return f"the target's {name} is {value!r}, not a text"
+                return f"the target's {name} is {shown(value)}, not a text"
         elif not isinstance(value, dict):
-            return f"the target's {name} is {value!r}, not an object"
+            return f"the target's {name} is {shown(value)}, not an object"
     return None
 
 
@@ -532,6 +535,6 @@ def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) ->
             continue  # written before the option existed: servers read the same
         if ours != theirs:
             raise ValueError(
-                f"{folder / CONFIG_FILE}: {name} is {theirs!r} for servers, and by the section"
-                f" 'headstart' {ours!r}: one of them was changed"
+                f"{folder / CONFIG_FILE}: {name} is {shown(theirs)} for servers, and by the section"
+                f" 'headstart' {shown(ours)}: one of them was changed"
             )

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from ...options import shown
 from ..base import TargetInfo
 
 
@@ -71,7 +72,7 @@ class LayerShape:
             )
         if chosen["hidden_act"] not in ACT2FN:
             raise ValueError(
-                f"unknown hidden_act {chosen['hidden_act']!r}; choose from"
+                f"unknown hidden_act {shown(chosen['hidden_act'])}; choose from"
                 f" {', '.join(sorted(ACT2FN))}"
             )
 

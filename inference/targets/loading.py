@@ -32,6 +32,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ...console import printable
 from ...extras import require_extra
 from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
 from ...heads.base import dtype_name
@@ -173,7 +174,8 @@ def without_code(options: dict[str, Any]) -> dict[str, Any]:
 def reading(what: str, source: str | Path) -> Iterator[None]:
     """Report what cannot be read at `source` in one line, whichever reader of others fails.
 
-    A reason that lists all that transformers knows is cut after its beginning.
+    A reason that lists all that transformers knows is cut after its beginning. Characters that
+    control a terminal, which it may quote from a file, are left out.
 
     Raises:
         ValueError: the reason, for any error but a lack of memory.
@@ -185,7 +187,7 @@ def reading(what: str, source: str | Path) -> Iterator[None]:
         raise
     # tokenizers raises Exception itself; a broken file ends most readers by TypeError or KeyError
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(printable(str(error)).split())
         if not isinstance(error, (OSError, ValueError)) or not reason:
             reason = f"{type(error).__name__}: {reason}"
         if len(reason) > LONGEST_REASON:

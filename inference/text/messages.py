@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...options import shown
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_FORMATS = {
     "messages": ("messages",),
@@ -117,7 +119,7 @@ def _of_turn(turn: Any, number: int, where: str) -> Any:
     speaker = turn.get("from")
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(
-            f"{where}: message {number} is from {speaker!r}; choose from"
+            f"{where}: message {number} is from {shown(speaker)}; choose from"
             f" {', '.join(SHAREGPT_ROLES)}"
         )
     return {"role": speaker, "content": turn["value"]}
@@ -153,7 +155,7 @@ def _pair(row: dict[str, Any], where: str) -> list[Any]:
         part = row[name]
         if not isinstance(part, (str, list)):
             raise ValueError(
-                f"{where}: {name!r} must be a text or a list of messages, not {part!r}"
+                f"{where}: {name!r} must be a text or a list of messages, not {shown(part)}"
             )
         messages += [{"role": role, "content": part}] if isinstance(part, str) else part
     return messages
@@ -174,8 +176,8 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
             ):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise ValueError(
-                    f"{where}: message {number} has a content part {kind!r}; only parts of type"
-                    " 'text' are read"
+                    f"{where}: message {number} has a content part {shown(kind)}; only parts of"
+                    " type 'text' are read"
                 )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
@@ -187,7 +189,7 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         role = SHAREGPT_ROLES.get(role, role)
     if role not in ROLES:
         raise ValueError(
-            f"{where}: message {number} has role {message.get('role')!r}; choose from"
+            f"{where}: message {number} has role {shown(message.get('role'))}; choose from"
             f" {', '.join(ROLES)}"
         )
     message = {**message, "role": role, "content": content}
@@ -195,7 +197,7 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         if not isinstance(message["tool_calls"], list):
             raise ValueError(
                 f"{where}: message {number} needs a list of 'tool_calls', not"
-                f" {message['tool_calls']!r}"
+                f" {shown(message['tool_calls'])}"
             )
         message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
     return message
@@ -206,7 +208,7 @@ def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f"{where}: message {number} has a tool call without a function's 'name': {call!r}"
+            f"{where}: message {number} has a tool call without a function's 'name': {shown(call)}"
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -228,6 +230,6 @@ def _tools(tools: Any, where: str) -> list[Any]:
             raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
     if not isinstance(tools, list):
         raise ValueError(
-            f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}"
+            f"{where}: 'tools' must be a list of tools, or its JSON text, not {shown(tools)}"
         )
     return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]

@@ -201,6 +201,13 @@ def test_what_is_no_json_object_is_an_answer_that_cannot_be_used(running, text):
     assert not caught.value.may_pass and len(str(caught.value)) < 1000
 
 
+def test_long_words_of_a_server_are_cut_and_control_no_terminal(running):
+    replies(running, 400, text="\x1b[2Jno \x08such model, " + "x" * 9000)
+    with refused("400 no such model", error=ServerError) as caught:
+        OpenAIServer.at(running.url, 5.0).ask("/models")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1100
+
+
 def test_a_host_that_no_name_server_takes_is_told():
     with refused("reached", error=ServerError):
         OpenAIServer.at(f"http://{'a' * 70}.b/v1", 5.0).ask("/models")

@@ -146,7 +146,10 @@ def test_a_head_is_looked_at_before_the_target_is_loaded(
     config["hidden_size"] *= 2
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"does not fit .*wide.*: hidden size 32 \(head\) and 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"the head at '.*head' .* not fit .*wide.*: hidden size 32 \(head\) and 64",
+    ):
         SpeculativeLM.from_pretrained(tmp_path / "wide", head=saved())
 
 

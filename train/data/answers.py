@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...inference.text.messages import check_conversation, user_turns
+from ...options import shown
 from ..config import SelfMadeConfig
 from .chat_template import REASONING_TAGS
 from .conversations import distinct_share, open_file
@@ -302,7 +303,7 @@ def _turns_of(row: Any, where: str) -> dict[str, Any]:
     follow_up = row.get("follow_up")
     if follow_up is not None:
         if not isinstance(follow_up, str):
-            raise ValueError(f"{where}: 'follow_up' must be a text, not {follow_up!r}")
+            raise ValueError(f"{where}: 'follow_up' must be a text, not {shown(follow_up)}")
         turns.append([{"role": "user", "content": follow_up}])
 
     # 3. JSON may hold half of a surrogate pair, which UTF-8 cannot.
@@ -321,6 +322,6 @@ def _turns_of(row: Any, where: str) -> dict[str, Any]:
         or not 0 <= temperature < math.inf
     ):
         raise ValueError(
-            f"{where}: 'temperature' must be a number of at least 0, not {temperature!r}"
+            f"{where}: 'temperature' must be a number of at least 0, not {shown(temperature)}"
         )
     return {"turns": turns, "tools": conversation.get("tools")}

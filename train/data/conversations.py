@@ -58,6 +58,7 @@ from ...inference.text.prompt_files import (
     parsed_line,
     without_compression,
 )
+from ...options import shown
 from ...rows import without_fill
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
@@ -284,7 +285,7 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
         ("loss_mask", mask, "0 and 1"),
     ):
         if not isinstance(values_T, list):
-            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {values_T!r}")
+            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {shown(values_T)}")
     if len(tokens) != len(mask):
         raise ValueError(
             f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there"
@@ -293,12 +294,12 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     for position, token in enumerate(tokens):
         if type(token) is not int or token < 0:  # isinstance would take True for an int
             raise ValueError(
-                f"{where}: 'input_ids' holds {token!r} at {position}, which is not a token id"
+                f"{where}: 'input_ids' holds {shown(token)} at {position}, which is not a token id"
             )
     for position, mark in enumerate(mask):
         if not isinstance(mark, int) or mark not in (0, 1):
             raise ValueError(
-                f"{where}: 'loss_mask' holds {mark!r} at {position}; choose from 0 and 1"
+                f"{where}: 'loss_mask' holds {shown(mark)} at {position}; choose from 0 and 1"
             )
     if 1 not in mask:
         raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")

@@ -402,7 +402,7 @@ def test_every_tensor_that_does_not_fit_is_named(
 def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
     other = replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4)
-    with refused("made-up/target 'other' hidden 16 17 vocab 50 51 layers 3 4"):
+    with refused(f"'{folder}' made-up/target 'other' hidden 16 17 vocab 50 51 layers 3 4"):
         load_head(folder, other)
     for field in ("hidden_size", "vocab_size", "num_layers"):
         with refused(field.replace("_", " "), "5") as caught:
@@ -557,6 +557,8 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
 
 # What strangers may have written.
 
+LONG = "x" * 9000
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -575,6 +577,12 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
         (lambda section: section.update(tree={"a": 1}), "{'a' 1}"),
         (lambda section: section.update(adapted="yes"), "'yes'"),
         (lambda section: section.update(head=["medusa"]), "head name"),
+        (lambda section: section.update(head=LONG), "unknown"),
+        (lambda section: section.update(options=LONG), "options"),
+        (lambda section: section["options"].update(num_heads=LONG), "num_heads"),
+        (lambda section: section["target"].update(hidden_act=[LONG]), "hidden_act"),
+        (lambda section: section["target"].update(hidden_size=LONG), "hidden_size"),
+        (lambda section: section["target"].update(rope_parameters=LONG), "rope_parameters"),
     ],
 )
 def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
@@ -583,8 +591,9 @@ def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
     folder = save(build(), tmp_path / "head")
     change_config(folder, lambda config: change(config["headstart"]))
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("read the weights"))
-    with refused(message):
+    with refused(message) as caught:
         load_head(folder)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("kind", HEADS)

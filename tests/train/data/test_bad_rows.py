@@ -53,6 +53,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         "1 'image_url'",
     ),
     "an unknown role": (messages({"role": "robot", "content": "a"}), "1 'robot'"),
+    "a long role": (messages({"role": "x" * 9000, "content": "a"}), "1 role"),
     "a role that is a list": (
         {"messages": [{"role": ["user"], "content": "a"}]},
         "message 0 has role ['user']",
@@ -114,7 +115,7 @@ def test_a_row_that_cannot_be_used_costs_that_row(tmp_path, row, words, first):
     (unused,) = cache.unused
     assert (unused.why, unused.source) == ("rejected", path)
     assert unused.where == f"{path}, line {rows.index(row) + 1}"
-    assert not lacking(unused.reason, words)
+    assert not lacking(unused.reason, words) and len(unused.reason) < 1000
     assert sorted(cache.conversations_N.tolist()) == [i for i in range(4) if i != rows.index(row)]
     # What a cache remembers is what was found.
     assert encoded(path, tmp_path / "cache").unused == cache.unused
