@@ -159,7 +159,10 @@ def load_config(
             refuse_named_models(folder, revision, given)
         if gguf is None:
             refuse_vast(PreTrainedConfig.get_config_dict(folder, revision=revision, **given)[0])
-        return AutoConfig.from_pretrained(folder, revision=revision, **without_code(given))
+        config = AutoConfig.from_pretrained(folder, revision=revision, **without_code(given))
+        if gguf is not None:
+            refuse_vast(config.to_dict())
+        return config
 
 
 def without_code(options: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def refuse_vast(config: dict[str, Any]) -> None:
     for name, value in config.items():
         if isinstance(value, dict):  # the config of a part
             refuse_vast(value)
-        elif PARTS.search(name) and type(value) is int and value > MOST_PARTS:
+        elif PARTS.search(str(name)) and type(value) is int and value > MOST_PARTS:
             raise ValueError(
                 f"{name} of its config is {value:.6g}, and a target may have at most {MOST_PARTS:,}"
             )
@@ -370,7 +373,8 @@ def load_model(
     `MODEL_OPTIONS`.
 
     Raises:
-        ValueError: nothing to load at `source`, or a model that is no language model.
+        ValueError: nothing to load at `source`, a model that is no language model, or a GGUF file
+            that lacks tensors of the model which its metadata describes.
     """
     mapped = isinstance(where, dict) or where in MAPS
     if mapped:
@@ -379,11 +383,13 @@ def load_model(
     given = without_code(options or {})
     with reading("target model", source):
         refuse_named_models(folder, revision, given)
+    config = load_config(source, revision, options)
     loader: Any = AutoModelForCausalLM
     if gguf is None:
-        loader = model_loader(cast(PreTrainedConfig, config_of(source, revision, options)))
-    if gguf:
+        loader = model_loader(config)
+    else:
         given["gguf_file"] = gguf
+        given["config"] = config  # transformers would read it a second time, which takes seconds
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if mapped:
@@ -391,7 +397,14 @@ def load_model(
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}
     with reading("target model", source):
-        model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **given)
+        model, report = loader.from_pretrained(
+            folder, dtype=dtype, revision=revision, output_loading_info=True, **given
+        )
+        if gguf and report["missing_keys"]:
+            raise ValueError(
+                f"the file lacks {len(report['missing_keys'])} of the model's tensors, such as"
+                f" {min(report['missing_keys'])!r}, which would be random numbers"
+            )
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors waits for the first forward of the whole model; blocks are read and run
         # before one.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from axes import TARGETS, written_as_gguf
+from messages import refused
 from transformers import AutoModelForCausalLM
 
 from headstart.addons.certify.engines import end_tokens_of
@@ -170,6 +172,18 @@ def test_a_gguf_file_that_is_cut_or_lies_is_named(tmp_path, cut, begin):
     for read in (load_config, load_tokenizer, READERS["model"]):
         with pytest.raises(ValueError, match=str(file)):
             read(file)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"), [(None, "lacks 9 tensors"), (20_000, "num_hidden_layers 20000")]
+)
+def test_a_gguf_file_that_names_more_layers_than_it_holds_is_refused(tmp_path, blocks, words):
+    file = tmp_path / "model.gguf"
+    model = TARGETS["dense"]()
+    model.config.num_hidden_layers = blocks or model.config.num_hidden_layers + 1
+    written_as_gguf(model, file)
+    with refused(str(file), words):
+        READERS["model"](file)
 
 
 @pytest.mark.parametrize(
