@@ -231,8 +231,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def reading_back(path: Path, advice: str) -> Iterator[None]:
+def reading_back(path: str | Path, advice: str) -> Iterator[None]:
     """Report in one line a file, or a folder, that does not hold what was written there.
+
+    `path` may name a place in the file too.
 
     Raises:
         ValueError: what went wrong in the block, with `advice`.

@@ -440,11 +440,11 @@ class RunFolder:
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"
             if rows.exists():
-                with reading_back(rows, "remove the lines that were changed"):
-                    lines = [line.decode() for line in whole_lines(rows)]
-                    still_true = [
-                        line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
-                    ]
+                still_true = []
+                for number, line in enumerate(whole_lines(rows), start=1):
+                    with reading_back(f"{rows}, line {number}", "remove it"):
+                        if json.loads(line)["step"] <= progress.step:
+                            still_true.append(line.decode() + "\n")
                 write_whole(rows, "".join(still_true))
             finish_replacing(self.best)
         return progress

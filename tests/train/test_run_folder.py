@@ -84,8 +84,9 @@ def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(tmp_path, line):
     run.folder.mkdir()
     log = run.folder / "log.jsonl"
     log.write_bytes(b'{"step": 0}\n' + line + b"\n")
-    with refused("log.jsonl"):
+    with refused(f"{log} line 2") as caught:
         run.resume("one process")
+    assert "\n" not in str(caught.value)
     assert log.read_bytes() == b'{"step": 0}\n' + line + b"\n"
 
 
