@@ -166,7 +166,8 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     """
     # 1. The target by two names: the one for servers, and the one that it was trained with.
     listing = listing or Listing()
-    known = PACKAGES.get(section["target"]["name"], Listing())
+    # A published head's config has the former alone, and the latter is its origin.
+    known = PACKAGES.get(section["origin"].get("target", section["target"]["name"]), Listing())
     target = listing.base_model or known.base_model or section["target"]["name"]
     trained = listing.base_model or section["target"]["name"]
     imported = section["training"].get("imported")
@@ -238,7 +239,7 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     kind = section["head"]
     depth = served_depth(section["options"])
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    trained = section["target"]["name"]
+    trained = section["origin"].get("target", section["target"]["name"])
     name = target
     note = ""
     # The command needs a model in transformers' form: no Python package and no GGUF file.

@@ -283,14 +283,13 @@ def publishable(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
 
-    # 2. config.json: the target by its name on the Hub, and no path of this machine.
+    # 2. config.json: the target by its name on the Hub, and no path of this machine. The origin
+    # stays: the head may have been trained with another file of the same model.
     if listing.base_model is not None:
         section["target"]["name"] = listing.base_model
         verifier = config.get("speculators_config", {}).get("verifier")
         if verifier is not None:
             verifier["name_or_path"] = listing.base_model
-        if "target" in section["origin"]:
-            section["origin"]["target"] = listing.base_model
     config = public(config)
     section = config["headstart"]
     _write_json(folder / CONFIG_FILE, config)

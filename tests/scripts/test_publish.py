@@ -94,6 +94,22 @@ def test_the_card_of_an_imported_head_claims_what_its_source_says_and_no_more(
     assert model_card(config["headstart"], Listing("me/head", license="mit")).count("license: mit")
 
 
+def test_a_base_model_changes_neither_licence_nor_origin(taught, made, tmp_path, monkeypatch):
+    """The head was trained with a file that a package carries, and is published for the Hub's."""
+    head, folder = made("eagle3")
+    metadata = CheckpointMetadata(provenance={"target": str(taught)})
+    save_head(head, folder, metadata)
+    monkeypatch.setitem(PACKAGES, str(taught), Listing(license="apache-2.0"))
+    monkeypatch.setitem(PACKAGES, taught.name, Listing(license="apache-2.0"))  # as it is published
+    ready = tmp_path / "ready"
+    push_head(PushConfig(str(folder), "me/head", str(ready), base_model="a/b"))
+    card = (ready / "README.md").read_text()
+    assert "license: apache-2.0" in card and "base_model: a/b" in card
+    assert f"trained against `{taught.name}`" in card
+    config = json.loads((ready / "config.json").read_text())
+    assert config["headstart"]["target"]["name"] == "a/b"
+
+
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
     _, folder = made("medusa")
     monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))

@@ -3,6 +3,8 @@ what its spec says."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
 
@@ -54,11 +56,13 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
         return make_drafter(target, tiny_target(vocab_size=vocab, layers=1, seed=3), tree)
     if word == "itself":
         return make_drafter(target, target, tree)
-    if word == "retrieval":
+    if word in ("retrieval", "earlier"):
         index = TextIndex(1000)
         for text in corpus(vocab):
             index.add([*text, SEPARATOR])
-        return HistoryDrafter(12, 6, corpus=index)
+        nodes, length = (12, 6) if vocab == VOCAB else (3, 2)
+        corpus_or_earlier = {"corpus" if word == "retrieval" else word: index}
+        return HistoryDrafter(nodes, length, **corpus_or_earlier)
     if word == "hybrid":
         torch.manual_seed(1)
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
@@ -99,33 +103,40 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
 
 
 @pytest.mark.parametrize(
-    ("word", "tree", "acceptance", "new"),
+    ("word", "tree", "acceptance", "new", "rows"),
     [
-        ("model", "drawn:chain:2", "auto", 3),
-        ("model", "drawn:chain:2", "token", 3),
-        ("model", "drawn:branch:2", "without_replacement", 2),
-        ("model", "drawn:branch:2", "traversal", 2),
-        ("model", "chain:2", "auto", 2),
-        ("model", "drawn:chain:1|drawn:chain:2", "auto", 2),
-        ("prompt-lookup:3:2", "auto", "auto", 3),
-        ("hybrid", "chain:1", "auto", 3),
+        ("model", "drawn:chain:2", "auto", 3, 1),
+        ("model", "drawn:chain:2", "token", 3, 1),
+        ("model", "drawn:branch:2", "without_replacement", 2, 1),
+        ("model", "drawn:branch:2", "traversal", 2, 1),
+        ("model", "chain:2", "auto", 2, 1),
+        ("model", "drawn:chain:1|drawn:chain:2", "auto", 2, 1),
+        ("prompt-lookup:3:2", "auto", "auto", 2, 2),
+        ("hybrid", "chain:1", "auto", 3, 1),
+        ("earlier", "auto", "auto", 2, 1),
+        ("retrieval", "auto", "auto", 2, 1),
     ],
 )
 def test_what_is_written_has_the_targets_distribution(
-    tiny_target, tools, word, tree, acceptance, new
+    tiny_target, tools, word, tree, acceptance, new, rows
 ):
+    """Rows of a batch are independent of each other."""
     target = tiny_target(vocab_size=3)
-    prompt = torch.tensor([1, 2, 1, 2, 1])
+    prompts = [torch.tensor([1, 2, 1, 2, 1]), torch.tensor([0, 2, 0])][:rows]
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
 
     def run(draw):
         drafter = source(word, target, tiny_target, tree, 3)
         rule = choose_rule(acceptance, drafter.kind, lossy=False)
-        return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
+        texts = tools.write(target, drafter, rule, prompts, processors, draw, new)[0]
+        return tuple(map(tuple, texts))
 
     found = tools.every_branch(run)
-    for text, weight in tools.exactly(target, prompt, new, 0.8).items():
-        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+    alone = [tools.exactly(target, prompt, new, 0.8).items() for prompt in prompts]
+    for row_texts in itertools.product(*alone):
+        texts = tuple(text for text, _ in row_texts)
+        weight = math.prod(weight for _, weight in row_texts)
+        assert found.get(texts, 0.0) == pytest.approx(weight, abs=1e-9)
 
 
 @pytest.mark.parametrize("content", [b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x"])
