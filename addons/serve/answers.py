@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,6 +80,8 @@ SHOWN = 200
 """Characters of what a server sent that an error shows."""
 LONGEST = 2**31
 """Tokens of a sequence that is not to be truncated."""
+NOTICE_SECONDS = 0.5
+"""Longest time until a stop is noticed."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +277,15 @@ class _Work:
         """Answer all prompts, or until none of the servers is left."""
         workers = len(self.servers) * self.config.batch_size
         with ThreadPoolExecutor(workers, thread_name_prefix="answers") as threads:
+            working = []
             for server in self.servers:
                 for _ in range(self.config.batch_size):
-                    threads.submit(self._work, server)
+                    working.append(threads.submit(self._work, server))
+            # The main thread alone runs signal handlers. A signal that comes just before it waits,
+            # or in another thread, does not wake it: without a timeout the stop would be noticed
+            # after the last prompt.
+            while wait(working, NOTICE_SECONDS).not_done:
+                pass
         if self.failure is not None:
             raise self.failure
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
 import signal
 import threading
 import time
@@ -288,7 +287,7 @@ def test_stopped_it_goes_on_with_what_is_missing(config, server, monkeypatch):
     def slow(server, body):
         number = next(numbers)
         if number == 9:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # in this thread: it does not wake the main one
         # No answer is given until the process has noticed the signal.
         while number >= 9 and not flags[0].wanted:
             time.sleep(0.001)
