@@ -224,6 +224,7 @@ def test_a_cut_names_the_nodes_that_it_keeps():
     assert (
         list(nodes) == [0, 1, 2]
         and first.parents_BN.tolist() == [[-1, 0, 0]]
+        and first.sizes_B.tolist() == [3]  # a recurrent target reads the path to each of them
         and first.max_depth == 2
     )
     assert first_nodes(tree, 5) == (tree, None)
