@@ -533,6 +533,32 @@ def plain(model: tf.PreTrainedModel, prompt: list[int], **more: Any) -> list[int
     return model.generate(ids[None], **settings)[0, 1:].tolist()
 
 
+def keeps_drafts(case: Case) -> bool:
+    """Whether what is drafted depends on the row's text alone."""
+    # Histories remember answers, and clocks choose between several trees. A head goes on with the
+    # features of the segment in which a text was read.
+    if case["drafter"] not in (*HEADS, "model", "parallel model") or case["target"] == "border":
+        return False
+    # A GPU draws other numbers, and a head's own tree there is another.
+    if case["engine"] == "recorded" and case["tree"] in (*DRAWN, "own"):
+        return False
+    return case["tree"] not in ("adaptive", "several")
+
+
+def fresh_decoder(case: Case) -> SpeculativeLM:
+    """A new decoder of a case: by kernels, whose drafts are rounded, or operation by operation."""
+    target, reference = target_of(case["target"], case["engine"])
+    kernels = case["engine"] == "kernels"
+    target = target if kernels else reference
+    options = DRAFTERS[case["drafter"]](target, reference) | TREES[case["tree"]]
+    return SpeculativeLM.from_pretrained(target, compile=kernels, **options, **RULES[case["rule"]])
+
+
+def accepted(output: Any) -> list[list[int]]:
+    """How many drafts were accepted, of each row round by round."""
+    return [[record.accepted for record in row] for row in output.stats.rows]
+
+
 def check(case: Case) -> None:
     """Decode a case, and compare each row with transformers' `generate` for it alone."""
     lengths, side, slots, ends = BATCHES[case["batch"]]
@@ -605,4 +631,15 @@ def check(case: Case) -> None:
                 )
                 for token, possible in zip(text, along.possible, strict=True):
                     assert token in possible
+        # 5. The drafts are those of a fresh call, without slots and padded on the left.
+        if keeps_drafts(case):
+            fresh = fresh_decoder(case)
+            padded, mask = padded_batch([torch.tensor(row) for row in rows])
+            again = fresh.generate(
+                padded.to(fresh.target.device),
+                attention_mask=mask.to(fresh.target.device),
+                generator=torch.Generator().manual_seed(turn),
+                **settings,
+            )
+            assert accepted(output) == accepted(again)
         rows = [row + text for row, text in zip(rows, texts, strict=True)]
