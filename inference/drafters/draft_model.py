@@ -152,6 +152,8 @@ class AssistantModel:
         tokens_BC = tokens_BA.gather(1, read_BA)
         # 2. After a chunk of a prompt there is always more, so its logits are not computed. A round
         #    emits max_depth + 1 tokens at most; the first token of a text is one more.
+        #    (Beside a history, which `make_drafter` never builds, it may emit more: the old logits
+        #    would stay, and the next drafts be lost.)
         computes_logits = accepted <= self.max_depth + 2
         if computes_logits and self.mask_token is not None:
             # Masks in place of padding, and after each row's last token as many as are needed.
