@@ -27,7 +27,8 @@ AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by an element's bytes. As integers, NaN equals itself."""
 NUMBERS = (float, int, bool)
 WITHOUT_EFFECT = ("training", "gradient_checkpointing", "max_seq_len_cached")
-"""Numbers of modules that change no text: the last one is written by rotary embeddings."""
+"""Numbers of modules that change no text: the last one is written by rotary embeddings. Nor do
+names that begin with _, where torch and transformers note what they have done."""
 
 
 class WeightWatch:
@@ -147,7 +148,7 @@ def _collect_code(module: nn.Module, code: list[Hashable], configs: dict[int, An
     code.append(id(type(module)))
     code.append(id(type(module).forward))
     for name, value in vars(module).items():
-        if type(value) in NUMBERS and name not in WITHOUT_EFFECT:
+        if type(value) in NUMBERS and name not in WITHOUT_EFFECT and name[0] != "_":
             code.append(value)
         elif name == "config":
             configs[id(value)] = value
