@@ -49,7 +49,7 @@ class ExportConfig(CommandOptions):
     """A head, converted to another project's format."""
 
     required = ("head", "to", "output")
-    most_used = ("head", "to", "output")
+    most_used = ("head", "to", "output", "target")
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""
@@ -104,7 +104,10 @@ def export_foreign(config: ExportConfig) -> None:
         name = published_name(head, config.base_model)
         head.target = dataclasses.replace(head.target, name=name)
     export_head(head, config.to, config.output, embedding_VD, architectures)
-    log.info(f"{config.output}: written for {config.to}")
+    embedding = "" if embedding_VD is None else ", with the target's embedding, which it expects"
+    log.info(
+        f"{config.output}: written for {config.to}{embedding}; `headstart import` reads it again"
+    )
 
 
 def reason_for_no_export(head: DraftHead, config: ExportConfig) -> str:

@@ -112,6 +112,15 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
 
     # 4. Statistics. Sampled answers are independent, and not compared.
     log.info(_statistics(rates, output.stats))
+    if (
+        compared
+        and (config.head or config.drafter)
+        and 2 * output.stats.plain_rounds > output.stats.rounds
+    ):
+        log.info(
+            "drafts did not pay in most rounds: what is gained here is the speed of headstart's"
+            " forwards"
+        )
     if compared and config.temperature == 0:
         difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)
         if difference is None:

@@ -469,7 +469,10 @@ class Trainer:
         if step < self.steps:
             return f"stopped at step {step} of {self.steps}; the same command resumes from there"
         if evaluate_and_save(self.state, metrics, self.stop, self.callbacks, last=True) is None:
-            return "stopped in the last evaluation; the same command resumes from there"
+            return (
+                f"stopped in the last evaluation, which the same command begins again;"
+                f" {self.run.best} is a head already"
+            )
         # best/ and last/ are written.
         if self.run.accelerator.is_main_process:
             log.info(f"the report: {write_report(self.run.folder)}")
@@ -670,8 +673,17 @@ def evaluate_and_save(
     accelerator = run.accelerator
     target = inputs.target
 
-    # 1. Copy the head: what is measured is what is served.
+    # 1. Copy the head: what is measured is what is served. A run that was never evaluated has one
+    # to use from now on, whatever becomes of the measurement.
     copy, read = copied_head(state)
+    if last and accelerator.is_main_process and not run.best.exists():
+        unmeasured = CheckpointMetadata(
+            training=training_record(run, config, progress),
+            provenance=inputs.provenance,
+            adapted=state.adapted is not None,
+        )
+        save_head(copy, run.best, unmeasured, state.adapted)
+        log.info(f"training is done, and the head is {run.best}; its acceptance is measured now")
 
     # 2. Measure it on the held-out conversations.
     replay = inputs.replay or target

@@ -239,7 +239,7 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     kind = section["head"]
     depth = served_depth(section["options"])
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    trained = section["origin"].get("target", section["target"]["name"])
+    trained = section["origin"].get("target")
     name = target
     note = ""
     # The command needs a model in transformers' form: no Python package and no GGUF file.

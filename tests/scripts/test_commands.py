@@ -598,6 +598,9 @@ def test_generate_streams_what_stock_generate_writes(run, target_folder, head_fo
     ]
     answered = tokenizer.decode(written, skip_special_tokens=True)
     assert shown.count(answered.strip()) == 2  # both sides
+    found = re.search(r"(\d+) rounds(?: \((\d+) without drafts\))?", shown)
+    rounds, plain = map(int, found.groups(default="0"))
+    assert ("drafts did not pay" in shown) == (2 * plain > rounds)
     rates, equal = shown.splitlines()[-2:]
     assert " times)" in rates and equal == "both generated the same text"
 
