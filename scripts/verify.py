@@ -100,12 +100,17 @@ def verify_head(config: VerifyConfig) -> None:
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
+    accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]
+    least = SHARE * accuracy_when_trained[0] if accuracy_when_trained else HEALTHY
+    log.info(
+        f"{accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be; two checks"
+        " follow: rounds with drafts, and misreadings"
+    )
     chain = SpeculativeLM.from_pretrained(
         target, head, tree=f"chain:{depths}", adaptive=False, compile=False
     )
     drafted = counted(prompts, "answers with drafts")
     stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in drafted)
-    accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]
     _print_accuracy(accuracy, stats.acceptance_rate_by_depth, accuracy_when_trained)
     log.info(
         f"acceptance length on a chain of {depths}: {stats.acceptance_length:.2f}; accuracy: given"
@@ -116,7 +121,6 @@ def verify_head(config: VerifyConfig) -> None:
 
     # 3. Would it be right more often under other options? A misreading explains a head only if
     # undoing it gains clearly: 1.3 times as many right drafts, and a tenth of a draft more.
-    least = SHARE * accuracy_when_trained[0] if accuracy_when_trained else HEALTHY
     best = 0.0
     misreading = ""
     for description, read_otherwise in counted(list(misreadings(head)), "misreadings"):
