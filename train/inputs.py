@@ -126,7 +126,7 @@ def load_inputs(
     if head.draft_vocab_size < asked and accelerator.is_main_process:
         log.info(
             f"head.draft_vocab_size is {most} instead of {asked}: the answers have no more"
-            " different tokens"
+            " different tokens, and the head will draft no others"
         )
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)

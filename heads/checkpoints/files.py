@@ -55,7 +55,10 @@ WEIGHT_FILES = (
 def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
     """Read the JSON object in a file of a head, of at most `limit` bytes."""
     if not path.is_file():
-        raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}")
+        # A training's checkpoints hold its whole state, and are called step-00000100.
+        of_run = path.parent.name.startswith("step-")
+        hint = "; the heads of a run are best and last in its folder" if of_run else ""
+        raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}{hint}")
     size = path.stat().st_size
     if size > limit:
         raise ValueError(f"{path} has {size:,} bytes, and {path.name} may have at most {limit:,}")

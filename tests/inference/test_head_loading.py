@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from huggingface_hub import constants
+from messages import refused
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
@@ -158,6 +159,13 @@ def test_a_run_stands_for_its_best_head(target, saved, tmp_path):
     shutil.copytree(saved(), tmp_path / "run" / "last")
     lm = SpeculativeLM.from_pretrained(target, head=tmp_path / "run", compile=False)
     assert lm.head.folder == tmp_path / "run" / "best"
+
+
+def test_a_checkpoint_of_a_run_is_no_head_and_its_heads_are_named(target, tmp_path):
+    state = tmp_path / "run" / "checkpoints" / "step-00000008"
+    state.mkdir(parents=True)
+    with refused("step-00000008 best last"):
+        SpeculativeLM.from_pretrained(target, head=state)
 
 
 def test_a_decoder_tells_what_a_model_tells(target):
