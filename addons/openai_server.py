@@ -34,9 +34,9 @@ from http.client import (
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ..console import printable
 from ..files import parse_json
 from ..heads.checkpoints.public import public_url
+from ..options import printable
 
 KEY = "OPENAI_API_KEY"
 """Environment variable of the servers' key, if they ask for one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from rich.progress import (
     TextColumn,
 )
 
+from .options import printable
+
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 log = logging.getLogger("headstart.console")
@@ -28,25 +29,9 @@ as all its logging, and sees only warnings if it configures none."""
 log.addFilter(
     lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
 )
-CONTROLS = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
-    # OSC and others with a text: titles, links, the clipboard
-    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"
-    # the same in one byte
-    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"
-    r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
-    re.DOTALL,
-)
-"""Characters that control a terminal, except tabs and line feeds."""
 LINE_SECONDS = 10.0
 """Seconds between two lines about work in progress, where the output is not a terminal."""
 Item = TypeVar("Item")
-
-
-def printable(text: str) -> str:
-    """A text of a server, a model or a file without what would control the terminal."""
-    return CONTROLS.sub("", text.replace("\r\n", "\n"))
 
 
 def table_cell(text: object) -> str:

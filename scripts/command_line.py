@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, get_loader, set_parsing_settings
 
-from headstart.console import LINE_SECONDS, log, printable, show_on_console
+from headstart.console import LINE_SECONDS, log, show_on_console
 from headstart.files import BROKEN, at_home
 from headstart.options import (
     CommandOptions,
@@ -32,6 +32,7 @@ from headstart.options import (
     did_you_mean,
     limited,
     parts_of,
+    printable,
     shown,
     template_variables,
     valid_values,

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from headstart import console
-from headstart.console import ProgressBar, counted, log, printable, show_on_console, table_cell
+from headstart.console import ProgressBar, counted, log, show_on_console, table_cell
+from headstart.options import printable
 from headstart.scripts.command_line import run
 
 

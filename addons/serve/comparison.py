@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...console import counted, log, printable
+from ...console import counted, log
 from ...heads.base import DraftHead
 from ...heads.by_name import head_name
 from ...heads.checkpoints.hub import local_folder
@@ -29,6 +29,7 @@ from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids
 from ...inference.trees.stats import Stats
+from ...options import printable
 
 WORKER = Path(__file__).parent / "in_vllm" / "vllm_worker.py"
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")

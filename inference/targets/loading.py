@@ -32,12 +32,11 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from ...console import printable
 from ...extras import require_extra
 from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
-from ...options import did_you_mean
+from ...options import did_you_mean, printable
 
 PACKAGE = "package:"
 """Prefix of a target that is a GGUF file in an installed Python package."""

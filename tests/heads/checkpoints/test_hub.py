@@ -292,7 +292,8 @@ def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
         ), name
     section = json.loads(files["config.json"])["headstart"]
     expected = base_model or "target"
-    assert section["target"]["name"] == section["origin"]["target"] == expected
+    assert section["target"]["name"] == expected
+    assert section["origin"]["target"] == "target"  # what it was trained with, by its own name
     assert section["training"]["config"]["data"]["sources"] == ["d.jsonl", "more.jsonl"]
     assert f"vllm serve {expected}" in files["README.md"]
     # the head itself stays as it is
