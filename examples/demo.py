@@ -189,8 +189,9 @@ def conclusion(yours: dict[str, Any], shipped: dict[str, Any], minutes: int) -> 
         total = report["total"]
         tokens, times = total["acceptance_length"], total["speedup_vs_plain"]["median"]
         said.append(f"{tokens:.2f} tokens a round ({times:.2f} times the speed without drafts)")
+    length = "1 minute" if minutes == 1 else f"{minutes} minutes"
     return (
-        f"On {yours['total']['prompts']} prompts your head, from a demo of {minutes} minutes,"
+        f"On {yours['total']['prompts']} prompts your head, from a demo of {length},"
         f" accepts {said[0]}, the one of this repository, trained for hours, {said[1]}. Next:"
         f" `make demo MINUTES={4 * minutes}`, or a head for a model of yours: docs/train.md"
     )

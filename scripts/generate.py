@@ -118,8 +118,8 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         and 2 * output.stats.plain_rounds > output.stats.rounds
     ):
         log.info(
-            "drafts did not pay in most rounds: what is gained here is the speed of headstart's"
-            " forwards"
+            "drafts did not pay in most rounds: the difference to generate is mostly that of"
+            " headstart's forward passes"
         )
     if compared and config.temperature == 0:
         difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)

@@ -470,7 +470,7 @@ class Trainer:
             return f"stopped at step {step} of {self.steps}; the same command resumes from there"
         if evaluate_and_save(self.state, metrics, self.stop, self.callbacks, last=True) is None:
             return (
-                f"stopped in the last evaluation, which the same command begins again;"
+                "stopped in the last evaluation, which the same command begins again;"
                 f" {self.run.best} is a head already"
             )
         # best/ and last/ are written.
@@ -676,13 +676,13 @@ def evaluate_and_save(
     # 1. Copy the head: what is measured is what is served. A run that was never evaluated has one
     # to use from now on, whatever becomes of the measurement.
     copy, read = copied_head(state)
+    metadata = CheckpointMetadata(
+        training=training_record(run, config, progress),
+        provenance=inputs.provenance,
+        adapted=state.adapted is not None,
+    )
     if last and accelerator.is_main_process and not run.best.exists():
-        unmeasured = CheckpointMetadata(
-            training=training_record(run, config, progress),
-            provenance=inputs.provenance,
-            adapted=state.adapted is not None,
-        )
-        save_head(copy, run.best, unmeasured, state.adapted)
+        save_head(copy, run.best, metadata, state.adapted)
         log.info(f"training is done, and the head is {run.best}; its acceptance is measured now")
 
     # 2. Measure it on the held-out conversations.
@@ -710,13 +710,7 @@ def evaluate_and_save(
     probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
     if probe is not None:
         measured["probe"] = probe
-    metadata = CheckpointMetadata(
-        tree=evaluation.tree,
-        training=training_record(run, config, progress),
-        measured=measured,
-        provenance=inputs.provenance,
-        adapted=state.adapted is not None,
-    )
+    metadata = dataclasses.replace(metadata, tree=evaluation.tree, measured=measured)
 
     # 4. Is it the best? Yes, unless its acceptance is significantly shorter: of heads that cannot
     # be told apart the later one is kept. The main process decides, since others may look for

@@ -167,7 +167,8 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     # 1. The target by two names: the one for servers, and the one that it was trained with.
     listing = listing or Listing()
     # A published head's config has the former alone, and the latter is its origin.
-    known = PACKAGES.get(section["origin"].get("target", section["target"]["name"]), Listing())
+    known = PACKAGES.get(section["target"]["name"], Listing())
+    origin = PACKAGES.get(section["origin"].get("target"), known)
     target = listing.base_model or known.base_model or section["target"]["name"]
     trained = listing.base_model or section["target"]["name"]
     imported = section["training"].get("imported")
@@ -175,7 +176,7 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     # 2. The metadata, which the Hub shows and searches.
     license_ = listing.license
     if imported is None:
-        license_ = license_ or known.license
+        license_ = license_ or origin.license
     front: dict[str, Any] = {
         "library_name": "headstart",
         "tags": ["speculative-decoding", section["head"]],

@@ -100,7 +100,8 @@ def test_a_base_model_changes_neither_licence_nor_origin(taught, made, tmp_path,
     metadata = CheckpointMetadata(provenance={"target": str(taught)})
     save_head(head, folder, metadata)
     monkeypatch.setitem(PACKAGES, str(taught), Listing(license="apache-2.0"))
-    monkeypatch.setitem(PACKAGES, taught.name, Listing(license="apache-2.0"))  # as it is published
+    listed = Listing(base_model="the/package", license="apache-2.0")
+    monkeypatch.setitem(PACKAGES, taught.name, listed)  # as it is published
     ready = tmp_path / "ready"
     push_head(PushConfig(str(folder), "me/head", str(ready), base_model="a/b"))
     card = (ready / "README.md").read_text()
@@ -108,6 +109,9 @@ def test_a_base_model_changes_neither_licence_nor_origin(taught, made, tmp_path,
     assert f"trained against `{taught.name}`" in card
     config = json.loads((ready / "config.json").read_text())
     assert config["headstart"]["target"]["name"] == "a/b"
+    # Published once more by someone who names nothing, it is still for that model.
+    again = model_card(config["headstart"])
+    assert "license: apache-2.0" in again and "# A draft head (eagle3) for a/b" in again
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
