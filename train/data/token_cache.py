@@ -503,8 +503,11 @@ def _make(
             " are whole"
         ) from error
     files = [Path(file["filename"]).name for file in rows.cache_files]
-    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
-        left.unlink()  # from a start with another number of processes
+    # Files of a start with another number of processes, and those that `datasets` was writing when
+    # a process was killed.
+    arrows = {*folder.glob("*.arrow"), *folder.glob("tmp????????")}
+    for left in arrows - {folder / name for name in files}:
+        left.unlink()
 
     # 2. Join the batches' lists of unused rows. A start that was killed may have left lists of
     # other batches, with the same rows for the same reasons: each row counts once.

@@ -232,6 +232,9 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(
         with refused("3 0.jsonl data.num_proc", error=RuntimeError):
             opened(3)
     assert not folders(config)
+    # What `datasets` may have been writing in the processes that were ended.
+    for begun in filter(Path.is_dir, Path(config.data.cache).iterdir()):
+        (begun / "tmp_0a1b2c3").write_bytes(b"half")
     gone_on = opened(2)
     for folder in folders(config):
         kept = json.loads((folder / "manifest.json").read_text())["files"]
