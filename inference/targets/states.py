@@ -23,9 +23,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..cache.kv_cache import CacheInterface, StateShape
 from ..cache.state_cache import CachedLayer, RowState, StatefulInterface
 
-STATE_LAYERS = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
-"""transformers' names of layers with a state."""
+STATE_LAYERS = ("conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding")
+"""transformers' names of layers with a state; older versions say mamba for linear_attention."""
 ATTENTION_KIND = {
+    "attention": "full_attention",  # in older versions
     "full_attention": "full_attention",
     "hybrid": "full_attention",
     "sliding_attention": "sliding_attention",
