@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import headstart
+from headstart.files import example
 
 repository = Path(sys.argv[1]).resolve()
 modules = 0
@@ -27,4 +28,6 @@ assert (Path(headstart.__file__).parent / "py.typed").is_file(), (
 ours = {path.name for path in (Path(headstart.__file__).parent / "configs").glob("*")}
 wanted_configs = {path.name for path in (repository / "configs").glob("*.yaml")}
 assert wanted_configs <= ours, f"the wheel lacks configs: {wanted_configs - ours}"
+for name in ("examples/prompts.jsonl", "examples/smollm2-135m-eagle3/model.safetensors"):
+    assert Path(example(name)).is_file(), f"the wheel lacks {name}"
 print(f"headstart {headstart.__version__}: 4 packages imported, {modules} modules in the wheel")

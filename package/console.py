@@ -25,10 +25,6 @@ console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 log = logging.getLogger("headstart.console")
 """The package's logger. Commands show its messages on the console; any other program handles them
 as all its logging, and sees only warnings if it configures none."""
-# The first process of a launch reports; warnings come from all processes.
-log.addFilter(
-    lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
-)
 LINE_SECONDS = 10.0
 """Seconds between two lines about work in progress, where the output is not a terminal."""
 Item = TypeVar("Item")
@@ -38,6 +34,14 @@ def table_cell(text: object) -> str:
     """A text of others in one line of Markdown, which ends no cell and begins no HTML."""
     line = " ".join(printable(str(text)).split())
     return line.replace("|", "\\|").replace("<", "&lt;")
+
+
+def of_first_process(record: logging.LogRecord) -> bool:
+    """Whether a message is shown: those of a launch's first process, and all warnings."""
+    return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+
+
+log.addFilter(of_first_process)
 
 
 class ConsoleHandler(logging.Handler):
@@ -55,7 +59,9 @@ def show_on_console() -> None:
     """Show messages and progress on the console, as commands do; a notebook may call it."""
     package = logging.getLogger("headstart")
     if not shown_on_console():
-        package.addHandler(ConsoleHandler())
+        handler = ConsoleHandler()
+        handler.addFilter(of_first_process)
+        package.addHandler(handler)
     package.setLevel(logging.INFO)
     package.propagate = False  # else a program's own handlers would print them a second time
 

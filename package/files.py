@@ -33,6 +33,8 @@ DEEPEST = 100
 """Lists and objects within one another in JSON of others."""
 LONGEST_REASON = 300
 """Characters of an error that another one repeats."""
+EXAMPLES = "examples"
+"""Folder of a head for SmolLM2 and prompts to try it on, in a clone and in the wheel."""
 TEXT_SHARD = "recorded-"
 """Begin of the names of files that each hold one text with its states."""
 
@@ -49,6 +51,21 @@ def at_home(path: str | Path) -> str:
     if expanded == "~" or expanded.startswith("~/"):
         raise ValueError(f"{str(path)!r} is in the home folder, which is unknown; set HOME")
     return expanded
+
+
+def example(path: str | Path) -> str:
+    """Return where the package keeps a path such as examples/prompts.jsonl that is not here.
+
+    So the documentation's commands work in any folder. Any other path is returned with the home
+    folder in it, see `at_home`.
+    """
+    here = Path(at_home(path))
+    if here.parts[:1] != (EXAMPLES,) or here.exists():
+        return str(here)
+    installed = Path(__file__).resolve().parent
+    clone = installed.parent
+    found = [folder / here for folder in (installed, clone) if (folder / here).exists()]
+    return str(found[0] if found else here)
 
 
 @contextmanager

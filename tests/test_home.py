@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +14,17 @@ from messages import refused
 from headstart.addons.record import record
 from headstart.files import at_home, cache_folder, write_whole
 from headstart.heads import load_head, save_head
+from headstart.heads.checkpoints.hub import local_folder
 from headstart.inference import History, SpeculativeLM, load_tokenizer, tree_policy
 from headstart.inference.drafters.datastore import read_datastore, write_datastore
 from headstart.inference.drafters.specs import drafter_spec
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
 from headstart.scripts.trace import TraceConfig
 from headstart.train.config import DataConfig, FeaturesConfig, TrainConfig
 
+ROOT = Path(__file__).parents[1]
 ROW = torch.tensor([[5, 7, 9, 11]])
 
 
@@ -55,6 +60,20 @@ def test_an_unknown_home_is_refused(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with refused("'~/x' unknown HOME"):
         at_home("~/x")
+
+
+def test_the_examples_are_found_in_any_folder_unless_it_has_its_own(home):
+    prompts = read_prompts("examples/prompts.jsonl")
+    assert prompts == read_prompts(ROOT / "examples" / "prompts.jsonl")
+    assert local_folder("examples/smollm2-135m-eagle3").samefile(
+        ROOT / "examples" / "smollm2-135m-eagle3"
+    )
+    own = home / "examples"
+    own.mkdir()
+    (own / "prompts.jsonl").write_text('{"prompt": "mine"}\n')
+    assert read_prompts("~/examples/prompts.jsonl") == [[{"role": "user", "content": "mine"}]]
+    os.chdir(home)
+    assert read_prompts("examples/prompts.jsonl") == [[{"role": "user", "content": "mine"}]]
 
 
 def test_options_of_a_file_of_a_command_line_and_of_python(home):

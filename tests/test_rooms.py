@@ -190,7 +190,9 @@ def test_packages_are_those_of_pyproject() -> None:
         "setuptools"
     ]
     folders = sorted(f"headstart.{module_of(path)}" for path in FILES if path.name == "__init__.py")
-    assert sorted(config["packages"]) == sorted(["headstart", "headstart.configs", *folders])
+    assert sorted(config["packages"]) == sorted(
+        ["headstart", "headstart.configs", "headstart.examples", *folders]
+    )
     for package, folder in config["package-dir"].items():
         assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
     assert {path.parent for path in FILES} == {

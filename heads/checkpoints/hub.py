@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ...files import at_home
+from ...files import at_home, example
 from .files import CONFIG_FILE
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
@@ -57,7 +57,7 @@ def local_folder(
     """
     assert hub.keys() <= set(HUB_OPTIONS)
     # A folder wins over a repository of the same name.
-    folder = Path(at_home(source))
+    folder = Path(example(source))
     if folder.is_dir():
         return best_of_run(folder)
     if hub.get("cache_dir") is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -43,6 +44,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...files import cache_folder
 from ..targets.twin import twin_of
 from ..tuning.machine import cpuinfo, processor
+
+log = logging.getLogger("headstart.inference")
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32
@@ -191,6 +194,7 @@ def _private_group(status: os.stat_result) -> bool:
 
 def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
     """Compile the kernels into a folder, whole or not at all, with their checksum in a file."""
+    log.info("compiling kernels for this processor, once")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
         checksum = Path(scratch) / f"{name}.sha256"

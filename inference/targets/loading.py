@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
 from ...options import did_you_mean, printable
+
+log = logging.getLogger("headstart.inference")
 
 PACKAGE = "package:"
 """Prefix of a target that is a GGUF file in an installed Python package."""
@@ -379,6 +382,7 @@ def load_model(
     if mapped:
         require_extra("accelerate", f"device_map {where!r}")
     folder, gguf = locate(source)
+    log.info("loading %s", source)
     given = without_code(options or {})
     with reading("target model", source):
         refuse_named_models(folder, revision, given)

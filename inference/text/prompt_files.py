@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import fsspec
 
+from ...files import example
 from .messages import Messages, check_conversation, user_turns
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
@@ -49,6 +50,7 @@ def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[st
 
 def _rows(name: str) -> Iterator[tuple[str, Any]]:
     """Place of every row of a file, for error messages, and its value."""
+    name = example(name)
     if name.endswith(".parquet"):
         raise ValueError(
             f"{name}: prompts are read from JSON Lines or a JSON array, not from Parquet"
