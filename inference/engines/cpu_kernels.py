@@ -45,7 +45,7 @@ from ...files import cache_folder
 from ..targets.twin import twin_of
 from ..tuning.machine import cpuinfo, processor
 
-log = logging.getLogger("headstart.inference")
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32

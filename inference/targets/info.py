@@ -192,6 +192,15 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     # 1. Models that cannot read a tree, or any draft.
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
+    # The decoder makes its masks by its own config, transformers' cache is made by the model's.
+    decoder_config = getattr(model.get_decoder(), "config", model.config).get_text_config()
+    for key in ("layer_types", "sliding_window", "attention_chunk_size"):
+        values = [getattr(each, key, None) for each in (config, decoder_config)]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{key} is {values[0]} in the config of {name} and {values[1]} in that of its"
+                " decoder; set it in both, as loading does"
+            )
     stateful = keeps_states(model)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(

@@ -39,7 +39,7 @@ from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
 from ...options import did_you_mean, printable
 
-log = logging.getLogger("headstart.inference")
+log = logging.getLogger(__name__)
 
 PACKAGE = "package:"
 """Prefix of a target that is a GGUF file in an installed Python package."""

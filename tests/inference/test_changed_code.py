@@ -5,10 +5,13 @@ Engines copy modules, or run none of the model's own: the text must be `generate
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from changed_code import CHANGES, shifted
 from changed_weights import PLAIN, ROW, model_of, stock
+from messages import refused
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.targets.changes import code_of
@@ -72,3 +75,16 @@ def test_the_kernels_come_back_when_the_hook_has_gone():
     hook.remove()
     lm.generate(ROW, **PLAIN)
     assert lm.target.engine.name == kernels != "eager"
+
+
+@pytest.mark.parametrize("holder", ["model", "decoder"])
+def test_a_config_that_only_the_model_or_its_decoder_holds_is_refused(holder):
+    model = model_of()
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
+    other = copy.deepcopy(model.config)
+    other.sliding_window = 3
+    (model if holder == "model" else model.model).config = other
+    with refused("sliding_window", "3", "decoder"):
+        lm.generate(ROW, **PLAIN)
+    with refused("sliding_window", "3", "decoder"):
+        SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
