@@ -305,7 +305,7 @@ def _recipe(training: dict[str, Any]) -> str:
 
 
 def _measured(measured: dict[str, Any]) -> str:
-    """Return all measurements: speed by default, and acceptance on both kinds of prompts.
+    """Return the measurements: speed by default, and acceptance on held-out prompts.
 
     Empty if there are none.
 
@@ -320,11 +320,6 @@ def _measured(measured: dict[str, Any]) -> str:
         )
     if measured.get("trees"):
         parts.append(_measured_table(measured))
-    if measured.get("calibration", {}).get("trees"):
-        parts.append(
-            "In the trees that `headstart tree` chose for a machine, with drafts in every"
-            f" round:\n\n{_measured_table(measured['calibration'] | {'kind': 'prompts'})}"
-        )
     return "\n\n".join(parts)
 
 
@@ -345,15 +340,5 @@ def _measured_table(measured: dict[str, Any]) -> str:
         " |\n|---|---|---|---|\n"
     )
     plural = "s" * (measured["prompts"] != 1)
-    kind = measured.get("kind", f"held-out prompt{plural}, greedy")
-    table = (
-        f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n{header}"
-        + "\n".join(rows)
-    )
-    if "speedup" not in measured:
-        return table
-    times = measured["speedup"]
-    return (
-        f"{table}\n\nThe faster of them: {times:.2f} times the speed without drafts, on"
-        f" {measured['hardware']}."
-    )
+    prompts = f"{measured['prompts']} held-out prompt{plural}, greedy"
+    return f"{prompts}, {measured['new_tokens']} tokens each.\n\n{header}" + "\n".join(rows)

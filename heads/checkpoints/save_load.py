@@ -207,10 +207,7 @@ def save_tree(
     section["tree"] = tree
     section["measured"]["calibration"] = json_ready(calibration)
     section["measured"].setdefault("fastest", {})[machine] = tree
-    # Serialise first: a value that JSON cannot hold must not leave a new card with an old config.
-    contents = json.dumps(config, indent=2, allow_nan=False) + "\n"
-    write_whole(Path(folder) / CARD_FILE, model_card(section))
-    write_whole(Path(folder) / CONFIG_FILE, contents)
+    write_whole(Path(folder) / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n")
 
 
 def copy_weights(head: DraftHead, other: DraftHead) -> None:
