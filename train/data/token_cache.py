@@ -494,6 +494,11 @@ def _make(
             new_fingerprint=folder.name,
             desc="tokenizing",
         )
+    except OSError as error:  # a full disk: `datasets` names no file
+        raise OSError(
+            error.errno,
+            f"cannot write the tokens of {source.name} in {folder}: {error.strerror or error}",
+        ) from error
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -201,6 +202,17 @@ def test_a_file_of_the_cache_that_cannot_be_read_is_named(config, opened):
     path.write_bytes(path.read_bytes()[:50])
     with refused(str(path), str(folder)):
         opened()
+
+
+def test_a_disk_without_room_for_the_tokens_is_named(config, opened, files):
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, room[1]))  # bytes of any one file
+    try:
+        with refused(files[0], config.data.cache, "large", error=OSError):
+            opened()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert opened().rows[:]
 
 
 def test_an_empty_source_is_refused(config, tmp_path, changed):
