@@ -69,6 +69,18 @@ def example(path: str | Path) -> str:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file or folder whose writing fails: Python names only those that do not open."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"cannot write {path}: {reason}") from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to, which takes its place as the block ends.
 
@@ -118,21 +130,15 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
     `mode` holds the permissions of the file, less the umask.
 
     Raises:
-        OSError: with the file's name and size; an older file is as it was.
+        OSError: with the file's name; an older file is as it was.
     """
     path = Path(at_home(path))
-    try:
-        with replacing(path) as partial:
-            partial.touch(mode=mode)
-            with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        size = f"{len(text) / 1e6:.1f} MB"
-        raise OSError(
-            error.errno, f"cannot write the {size} of {path}: {error.strerror}"
-        ) from error
+    with naming(path), replacing(path) as partial:
+        partial.touch(mode=mode)
+        with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
     return path
 
 

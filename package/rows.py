@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import cache_folder
+from .files import cache_folder, naming
 
 
 def as_files(sources: Any) -> Any:
@@ -46,7 +46,10 @@ def write_rows(rows: Iterable[Any]) -> str:
     folder = cache_folder() / "rows"
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
+    with (
+        naming(folder),
+        tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file,
+    ):
         written = Path(file.name)
         try:
             for number, row in enumerate(rows):

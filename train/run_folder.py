@@ -47,6 +47,7 @@ from ..files import (
     file_sizes,
     flush_to_disk,
     free_bytes,
+    naming,
     read_bytes,
     read_json,
     read_json_lines,
@@ -405,7 +406,8 @@ class RunFolder:
                 f"from step {step} on with {name} {now.get(name)!r}; before it was"
                 f" {before.get(name)!r}"
             )
-        with (self.folder / CHANGES).open("a", encoding="utf-8") as file:
+        path = self.folder / CHANGES
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(change) + "\n" for change in changes)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
 
@@ -665,5 +667,6 @@ class RunFolder:
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to log.jsonl."""
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        path = self.folder / "log.jsonl"
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row)) + "\n")

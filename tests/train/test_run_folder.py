@@ -10,8 +10,10 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from messages import refused
+from runs import files_of_at_most
 
 from headstart.addons.serve.answers import _read_answered
+from headstart.files import write_whole
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, OptimConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
@@ -76,6 +78,15 @@ def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
     run.log({"step": 10})
     assert run.resume("one process").step == 0
     assert (run.folder / "log.jsonl").read_text() == ""
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    with files_of_at_most(10), refused(str(run.folder / "log.jsonl"), "large", error=OSError):
+        run.log({"step": 10, "loss": 2.0})
+    with files_of_at_most(10), refused(str(tmp_path / "state.json"), "large", error=OSError):
+        write_whole(tmp_path / "state.json", "0" * 20)
 
 
 @pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": "x"}', b"\xff", b"[" * 100_000])

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
-from ...files import require_regular, write_whole
+from ...files import naming, require_regular, write_whole
 from ...heads.base import dtype_name
 from ...inference.drafters.round import Round
 from ...inference.load import load_speculative_lm
@@ -184,7 +184,7 @@ class _Output:
             rows += conversation.token_rows(self.tokenizer)
         # The rows are on disk before the state counts them: killed between the two, the next start
         # cuts the rows off and makes the batch again.
-        with self.path.open("ab") as file:
+        with naming(self.path), self.path.open("ab") as file:
             file.write(lines_of(rows).encode())
             file.flush()
             os.fsync(file.fileno())

@@ -47,6 +47,7 @@ from ...console import console
 from ...files import (
     BROKEN,
     cache_folder,
+    naming,
     read_json,
     read_json_lines,
     reading_back,
@@ -480,25 +481,21 @@ def _make(
         "folder": folder,
     }
     try:
-        rows = source.rows.map(
-            _encoded_rows,
-            batched=True,
-            batch_size=BATCH,
-            writer_batch_size=BATCH,
-            with_indices=True,
-            remove_columns=source.rows.column_names,
-            features=FEATURES,
-            fn_kwargs=arguments,
-            num_proc=processes if processes > 1 else None,
-            cache_file_name=str(folder / "sequences.arrow"),
-            new_fingerprint=folder.name,
-            desc="tokenizing",
-        )
-    except OSError as error:  # a full disk: `datasets` names no file
-        raise OSError(
-            error.errno,
-            f"cannot write the tokens of {source.name} in {folder}: {error.strerror or error}",
-        ) from error
+        with naming(folder):
+            rows = source.rows.map(
+                _encoded_rows,
+                batched=True,
+                batch_size=BATCH,
+                writer_batch_size=BATCH,
+                with_indices=True,
+                remove_columns=source.rows.column_names,
+                features=FEATURES,
+                fn_kwargs=arguments,
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(folder / "sequences.arrow"),
+                new_fingerprint=folder.name,
+                desc="tokenizing",
+            )
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise

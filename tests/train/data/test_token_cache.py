@@ -8,7 +8,6 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -19,6 +18,7 @@ import yaml
 from accelerate import Accelerator
 from helpers import split_examples
 from messages import refused
+from runs import files_of_at_most
 
 from headstart.inference import Target, load_tokenizer
 from headstart.train.data import token_cache
@@ -204,14 +204,9 @@ def test_a_file_of_the_cache_that_cannot_be_read_is_named(config, opened):
         opened()
 
 
-def test_a_disk_without_room_for_the_tokens_is_named(config, opened, files):
-    room = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, room[1]))  # bytes of any one file
-    try:
-        with refused(files[0], config.data.cache, "large", error=OSError):
-            opened()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+def test_a_disk_without_room_for_the_tokens_is_named(config, opened):
+    with files_of_at_most(100), refused(config.data.cache, "large", error=OSError):
+        opened()
     assert opened().rows[:]
 
 
