@@ -11,26 +11,16 @@ them. An answer has a limit of bytes and of the time in which all of it must com
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import random
-import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
-from http.client import (
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-    IncompleteRead,
-)
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -178,17 +168,19 @@ class OpenAIServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, self.headers)
         seconds = self.seconds if body is not None else min(self.seconds, LISTING_SECONDS)
-        try:
+        answer: Future[bytes] = Future()
+
+        def work() -> None:
             try:
-                with _opener.open(request, timeout=seconds) as response:
-                    sent = response.read(LONGEST_ANSWER + 1)
-                    if len(sent) <= LONGEST_ANSWER and response.length:
-                        raise IncompleteRead(sent, response.length)
-            except urllib.error.HTTPError as error:
-                text = error.read(LONGEST_ERROR).decode("utf-8", "replace")
-                told = self.without_secrets(_message(text))
-                wait = _seconds(error.headers.get("Retry-After"))
-                raise ServerError(told, error.code, wait) from None  # it holds what was sent
+                answer.set_result(self._sent(request, seconds))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # In a thread, which is left behind as the time is over: the timeout of a socket holds
+        # between two bytes, and nothing limits the time of a name server.
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            sent = answer.result(seconds)
         # UnicodeError: a host whose name no name server takes
         except (OSError, HTTPException, UnicodeError) as error:
             reason = getattr(error, "reason", error)
@@ -204,6 +196,20 @@ class OpenAIServer:
             )
         return self.without_secrets(sent.decode("utf-8", "replace"))
 
+    def _sent(self, request: urllib.request.Request, seconds: float) -> bytes:
+        """What the server answers to a request, up to a byte more than it may."""
+        try:
+            with _opener.open(request, timeout=seconds) as response:
+                sent: bytes = response.read(LONGEST_ANSWER + 1)
+                if len(sent) <= LONGEST_ANSWER and response.length:
+                    raise IncompleteRead(sent, response.length)
+                return sent
+        except urllib.error.HTTPError as error:
+            text = error.read(LONGEST_ERROR).decode("utf-8", "replace")
+            told = self.without_secrets(_message(text))
+            wait = _seconds(error.headers.get("Retry-After"))
+            raise ServerError(told, error.code, wait) from None  # it holds what was sent
+
     def without_secrets(self, text: str) -> str:
         """A text with *** in the place of key, password and values of the query."""
         for secret in sorted(self.secrets, key=len, reverse=True):
@@ -218,97 +224,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _UntilDeadline(io.RawIOBase):
-    """Bytes from a socket, all of which must come before a deadline.
-
-    The timeout of a socket holds between two bytes.
-    """
-
-    def __init__(self, stream: io.RawIOBase, connected: socket.socket, deadline: float) -> None:
-        super().__init__()
-        self.stream = stream
-        self.connected = connected
-        self.deadline = deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.connected.settimeout(left)
-        count: int | None = self.stream.readinto(buffer)
-        return count
-
-    def close(self) -> None:
-        self.stream.close()
-        super().close()
-
-
-class _Response(HTTPResponse):
-    """A response whose head and body must come before a deadline."""
-
-    def __init__(self, deadline: float, connected: socket.socket, *more: Any, **named: Any) -> None:
-        super().__init__(connected, *more, **named)
-        stream: Any = self.fp
-        self.fp = io.BufferedReader(_UntilDeadline(stream.detach(), connected, deadline))
-
-
-def _until_deadline(connection: HTTPConnection) -> Any:
-    """Make a class of responses for a connection that opens now, by the deadline of its timeout."""
-    return partial(_Response, time.monotonic() + float(connection.timeout or 0))
-
-
-def _within(seconds: float, connect: Callable[[], None]) -> None:
-    """Connect in a thread, which is left behind as the time is over.
-
-    Nothing limits the time of a name server, and a name's addresses are tried one after another.
-    """
-    done: Future[None] = Future()
-
-    def work() -> None:
-        try:
-            connect()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    done.result(seconds)
-
-
-class _Connection(HTTPConnection):
-    """A connection whose timeout is that of all that is read."""
-
-    def connect(self) -> None:
-        self.response_class: Any = _until_deadline(self)
-        _within(float(self.timeout or 0), super().connect)
-
-
-class _SecureConnection(HTTPSConnection):
-    """A connection by TLS whose timeout is that of all that is read."""
-
-    def connect(self) -> None:
-        self.response_class: Any = _until_deadline(self)
-        _within(float(self.timeout or 0), super().connect)
-
-
-class _Http(urllib.request.HTTPHandler):
-    """Opens http:// by such a connection."""
-
-    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(_Connection, req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    """Opens https:// by such a connection."""
-
-    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(_SecureConnection, req)
-
-
-_opener = urllib.request.build_opener(_NoRedirects, _Http, _Https)
+_opener = urllib.request.build_opener(_NoRedirects)
 
 
 def _message(text: str) -> str:
