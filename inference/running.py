@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from .drafters.base import BatchDrafter
 from .drafters.by_name import assistants
 from .engines.encoder_decoder import Seq2SeqTarget
 from .engines.target import Target
 from .rounds.sequences import Conversation
-from .targets.as_loaded import as_loaded, as_loaded_together
+from .targets.as_loaded import as_loaded
 
 
 class _Running(threading.local):
@@ -55,9 +55,12 @@ def alone(
             encoded = (target.encoded, target.encoded_mask)
         _RUNNING.generations.append((target, past))
         try:
-            # Replayed recordings would overwrite results that the outer generation still reads.
-            as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
-            with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
+            with ExitStack() as stack:
+                # Replayed recordings would overwrite results that the outer generation still reads.
+                if nested:
+                    stack.enter_context(target.engine.runner.as_it_is())
+                for assistant in assistants(drafter):
+                    stack.enter_context(as_loaded(assistant.model))
                 yield drafter
         finally:
             _RUNNING.generations.pop()

@@ -328,7 +328,11 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
             f" rounding explains, which changes gaps by {tie:.2g} at most; the worst by"
             f" {worst.margin:.3g}, token {worst.position + 1} of answer {worst.answer + 1}"
         )
-        if _explained_without_processors(answers, unexplained, tie):
+        without_processors = [
+            answers[divergence.answer].unprocessed[divergence.position] <= tie
+            for divergence in unexplained
+        ]
+        if all(without_processors):
             reasons.append(
                 "each of these tokens is the best one without the logits processors: they were not"
                 " applied"
@@ -367,16 +371,6 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         unexplained=unexplained,
         reasons=reasons,
     )
-
-
-def _explained_without_processors(
-    answers: Sequence[JudgedAnswer], unexplained: list[Divergence], tie: float
-) -> bool:
-    """Whether all these tokens are the best ones by the logits alone."""
-    for divergence in unexplained:
-        if answers[divergence.answer].unprocessed[divergence.position] > tie:
-            return False
-    return True
 
 
 @dataclass(frozen=True)

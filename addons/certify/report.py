@@ -27,25 +27,25 @@ def report_of(
     reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
     if engine["lossy"]:
         reasons.insert(0, f"the engine calls itself lossy: {engine['lossy']}")
+    reference = f"the target in {weights.dtype}"
+    if weights.dtype not in ("float32", "float64"):
+        reference = (
+            f"the target's weights rounded to {weights.dtype}, as the engine has them, in float32"
+            " arithmetic"
+        )
     figures: dict[str, Any] = json_ready(
         {
             "verdict": "not lossless" if reasons else greedy.verdict,
             "reasons": reasons,
             "engine": engine,
             "target": weights.provenance,
-            "reference": _reference_words(weights.dtype),
+            "reference": reference,
             "greedy": _greedy_figures(judgement, tokenizer),
             "sampling": None if sampling is None else _sampling_figures(sampling, asked, tokenizer),
             "untested": generated.untested,
         }
     )
     return figures
-
-
-def _reference_words(dtype: str) -> str:
-    if dtype in ("float32", "float64"):
-        return f"the target in {dtype}"
-    return f"the target's weights rounded to {dtype}, as the engine has them, in float32 arithmetic"
 
 
 def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -100,11 +100,6 @@ class Reply:
     tokens: list[int]
     """Token ids of the answer; empty if the server does not return them."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it says nothing at all."""
-        return not (self.content or self.reasoning or self.tool_calls)
-
 
 class _ServerFailed(ValueError):
     """A server that cannot be asked further, with the reason."""
@@ -187,9 +182,11 @@ def ask_servers(config: AnswersConfig) -> Path:
         )
         work.written = len(answered)
         work.run()
+    why = ""
+    if work.unreasoned:
+        why = f", {work.unreasoned} of them because their reasoning is not known"
     log.info(
-        f"{path}: {work.written} conversations; {work.done - work.written} prompts"
-        f" dropped{work.why_dropped()}"
+        f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped{why}"
     )
     if stop.wanted and work.done < len(given):
         raise Stopped(
@@ -288,14 +285,6 @@ class _Work:
                 pass
         if self.failure is not None:
             raise self.failure
-
-    def why_dropped(self) -> str:
-        """Say how many prompts were dropped for want of reasoning."""
-        return (
-            f", {self.unreasoned} of them because their reasoning is not known"
-            if self.unreasoned
-            else ""
-        )
 
     def _work(self, server: _Server) -> None:
         while (taken := self._take(server)) is not None:
@@ -398,7 +387,7 @@ class _Work:
                 f"{server.name} answered prompt {number} with {_shown(sent)}, which is not a chat"
                 f" completion: {error}"
             ) from None  # the error itself holds what the server sent
-        if reply.is_empty:
+        if not (reply.content or reply.reasoning or reply.tool_calls):
             return None
         if len(reply.tokens) > self.config.max_new_tokens + 1:  # one that ended it
             raise _ServerFailed(

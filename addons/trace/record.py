@@ -300,9 +300,8 @@ class Recorder:
                 columns |= self._expansion_columns(level, expansion, tokens_N)
         # 3. What the rule decided by: thresholds, uniform numbers, or the times of a race.
         if is_rule(rule, typical):
-            columns["threshold"] = typical_threshold(
-                scores_NV.log_softmax(-1), **rule_options(rule)
-            )
+            options = rule.keywords if isinstance(rule, partial) else {}
+            columns["threshold"] = typical_threshold(scores_NV.log_softmax(-1), **options)
         if sampler is None or sampler.probs is None:
             return columns
         assert sampler.numbers is not None and sampler.drawn is not None
@@ -478,11 +477,6 @@ def draws_of(
     sampled = [value or 0.0 for value in q]
     draws = toured_draws if is_rule(rule, traversal) else walked_draws
     return draws(tree, sampled, columns.get("trials", ()), columns["uniform"][0])
-
-
-def rule_options(rule: Any) -> dict[str, float]:
-    """Options that were given to a rule."""
-    return dict(rule.keywords) if isinstance(rule, partial) else {}
 
 
 def places(number: int, done: RoundRecord) -> list[tuple[int, int]]:

@@ -334,23 +334,17 @@ def by_flex(
     window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
     mask = _causal_rows(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
-    # The kernel reads step 0 alone; own drafts join its softmax afterwards.
+    # The kernel reads step 0 alone; own drafts join its softmax afterwards, by the log-sum-exp of
+    # its scores. torch 2.8 has an older option for that.
+    request = getattr(flex_module, "AuxRequest", None)
+    with_lse = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
     out_BHTE, auxiliary = attention(
-        query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse()
+        query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **with_lse
     )
     if len(keys) == 1:
         return out_BHTE
     lse_BHT = auxiliary if isinstance(auxiliary, Tensor) else auxiliary.lse
     return _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
-
-
-def _with_lse() -> dict[str, Any]:
-    """Return the option that makes flex_attention return the log-sum-exp of the scores.
-
-    torch 2.8 has an older option.
-    """
-    request = getattr(flex_module, "AuxRequest", None)
-    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 def _spread(states_BGTE: Tensor, heads: int) -> Tensor:

@@ -158,9 +158,9 @@ class AdaptiveDrafter(BatchDrafter):
         unread_seconds = 0.0
         if unread > 0:
             unread_seconds = unread * self._seconds_to_read(record, roots_B.device)
-        record = replace(
-            record, unread_seconds=unread_seconds, tokens_to_come=self._tokens_to_come()
-        )
+        mean = sum(self._written) / len(self._written)
+        to_come = self.answers.expected(max(self._limit - mean, 0.0))
+        record = replace(record, unread_seconds=unread_seconds, tokens_to_come=to_come)
         self.records[self._sampling, batch] = record
         self.choice = choose(record)
         self._choice_ahead = None
@@ -208,11 +208,6 @@ class AdaptiveDrafter(BatchDrafter):
         costs = self.costs or RoundCosts.assumed(device)
         assert record.plain is not None
         return costs.reading / costs.seconds(1, 0) * record.seconds(record.plain)
-
-    def _tokens_to_come(self) -> float:
-        """Expected tokens to come in each row."""
-        mean = sum(self._written) / len(self._written)
-        return self.answers.expected(max(self._limit - mean, 0.0))
 
     def _note_lengths(self, lengths: Sequence[int]) -> None:
         """Note the lengths of answers that have ended."""

@@ -293,7 +293,8 @@ class NewestTokens:
     def select(self, rows_R: Tensor) -> None:
         rows = rows_R.tolist()  # sync: when rows have ended
         self.tokens = [self.tokens[row] for row in rows]
-        self.idle = selected_places(self.idle, rows)
+        # With rows 1 and 3 idle, the selection [3, 0, 2] leaves {0}.
+        self.idle = {slot for slot, row in enumerate(rows) if row in self.idle}
 
     def replace(self, rows_R: Tensor, other: NewestTokens) -> None:
         self.tokens = replaced_rows(self.tokens, rows_R, other.tokens)
@@ -303,14 +304,6 @@ class NewestTokens:
 def selected_rows(values: Sequence[Value], rows_R: Tensor) -> list[Value]:
     """The values of these rows, in this order."""
     return [values[row] for row in rows_R.tolist()]
-
-
-def selected_places(places: set[int], rows: Sequence[int]) -> set[int]:
-    """The slots of some rows after a selection; `places` are their slots before it.
-
-    For example, with rows 1 and 3 idle, the selection [3, 0, 2] leaves {0}.
-    """
-    return {slot for slot, row in enumerate(rows) if row in places}
 
 
 def replaced_rows(values: Sequence[Value], rows_R: Tensor, others: Sequence[Value]) -> list[Value]:

@@ -178,12 +178,6 @@ def _policy_drafter(
     return StaticTree(head, policy, modules, budget)
 
 
-def fastest_tree(metadata: CheckpointMetadata, machine: str) -> TreePolicy | None:
-    """The tree that was fastest on a machine, by a head's checkpoint."""
-    stored = metadata.measured.get("fastest", {}).get(machine)
-    return None if stored is None else stored_tree(stored)
-
-
 def auto_trees(
     head: DraftHead,
     metadata: CheckpointMetadata,
@@ -195,9 +189,9 @@ def auto_trees(
 
     A tree that was fastest on another machine is a hint. With `chains`, all of them are chains.
     """
-    fastest = fastest_tree(metadata, machine)
+    fastest = metadata.measured.get("fastest", {}).get(machine)
     if fastest is not None:
-        return [fastest]
+        return [stored_tree(fastest)]
     if chains:
         return candidate_chains(head, costs)
     hint = None if metadata.tree is None else stored_tree(metadata.tree)
@@ -283,13 +277,9 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
         )
     if tree == "auto":
         tree = MODEL_TREE if mask_token(model) is None else PARALLEL_TREE
-    assistant = AssistantModel(model, target.info, _deepest(tree))
+    deepest = max(policy.depth for policy in tree_policies(tree))
+    assistant = AssistantModel(model, target.info, deepest)
     return tree_drafter(assistant, tree, target.draft_modules)
-
-
-def _deepest(tree: TreeSpec) -> int:
-    """Depth of the deepest of the trees that are given."""
-    return max(policy.depth for policy in tree_policies(tree))
 
 
 def _corpus(folder: str | Path, target: Target) -> np.ndarray:

@@ -60,7 +60,11 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 
     Models of the same dimensions cost the same.
     """
-    name = f"{_target_name(target)}, {target.engine.name}; {_head_name(head)}"
+    name = f"{_target_name(target)}, {target.engine.name}; "
+    if head is None:
+        name += "no head"
+    else:
+        name += head_shape(head) + (EIGHT_BITS if is_packed(head) else "")
 
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
@@ -97,12 +101,6 @@ def head_shape(head: DraftHead) -> str:
         f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers"
         f" {list(head.feature_layers)}"
     )
-
-
-def _head_name(head: DraftHead | None) -> str:
-    if head is None:
-        return "no head"
-    return head_shape(head) + (EIGHT_BITS if is_packed(head) else "")
 
 
 def _target_name(target: Target) -> str:

@@ -253,7 +253,13 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
         ValueError: what failed, in `generate` or in our forward.
     """
     model = target.model
-    longest = text_length(target, length)
+    # 0. The text is longer where local windows must be exceeded that `SHORTENED` lacks, found by
+    # words in the config's keys, and shorter where the positions end.
+    for key, value in target.config.to_dict().items():
+        named = any(word in str(key) for word in LOCAL)
+        if named and key not in SHORTENED and type(value) is int and 1 < value <= LONGEST_LOCAL:
+            length = max(length, value + TEXT)
+    longest = min(length, target.max_positions - 2 * CHAIN.size)
     trial = trial_of(target, longest, CHAIN if engine.chains_only else BRANCHING)
     # 1. The model's own logits. If its `generate` fails, there is nothing to compare with.
     try:
@@ -319,24 +325,6 @@ def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) 
     divisor_N = (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)
     relative_N = (error_N / divisor_N).sqrt()[rows_N]
     return float(relative_N.median() if at_median else relative_N.max())
-
-
-def text_length(target: TargetModel, length: int) -> int:
-    """Return the text's length in tokens.
-
-    It is `length`, or more to exceed local windows, or less to stay within the positions.
-    """
-    for window in local_windows(target.config):
-        length = max(length, window + TEXT)
-    return min(length, target.max_positions - 2 * CHAIN.size)
-
-
-def local_windows(config: PreTrainedConfig) -> Iterator[int]:
-    """Yield the short windows of a config that `SHORTENED` lacks, found by words in its keys."""
-    for key, value in config.to_dict().items():
-        named = any(word in str(key) for word in LOCAL)
-        if named and key not in SHORTENED and type(value) is int and 1 < value <= LONGEST_LOCAL:
-            yield value
 
 
 def windows_of(config: PreTrainedConfig) -> list[int]:

@@ -280,7 +280,7 @@ class Conversation:
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
         # 1. How many tokens stay. One less than are shared: a head has read each together with its
         #    successor, which must be the same in both texts.
-        length = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
+        length = shared_length([self.tokens, prompt]) - 1
         if self.cache is None or length < 1 or not drafter.can_resume(self.draft_state):
             self.forget()
             return None, 0

@@ -8,8 +8,8 @@ have another number format than the weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -32,15 +32,6 @@ def as_loaded(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def as_loaded_together(models: Sequence[nn.Module]) -> Iterator[None]:
-    """`as_loaded` for several models."""
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(as_loaded(model))
-        yield
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

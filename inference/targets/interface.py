@@ -131,7 +131,8 @@ def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) 
                 state is not None
                 and expected is not None
                 and state.ndim == 3
-                and _same(state, expected)
+                # bit for bit; NaN equals NaN
+                and torch.isclose(state, expected, rtol=0, atol=0, equal_nan=True).all()
             ):
                 return index
     raise ValueError(
@@ -177,8 +178,3 @@ def _cache_name(model: PreTrainedModel, output: Any) -> str:
         f"{name} returns its KV cache as {returned[0]!r} and takes none of that name; its forward"
         f" takes {', '.join(taken)}"
     )
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """Whether two states are bit for bit the same; NaN equals NaN."""
-    return bool(torch.isclose(left, right, rtol=0, atol=0, equal_nan=True).all())

@@ -164,26 +164,20 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
     expected_TV, expected_states = _read_by_parts(
         model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE]
     )
+    # Recurrences are computed in float32 at most.
+    eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
     for sizes in ([READ_BEFORE, READ_AT_ONCE], [length]):
         found_TV, found_states = _read_by_parts(model, tokens_1T, sizes)
         difference_T = _difference(found_TV[-READ_AT_ONCE:], expected_TV[-READ_AT_ONCE:])
         # In a 16-bit format a mixture of experts may send a token or two to other experts.
         logits_differ = difference_T.max() if model.dtype.itemsize > 2 else difference_T.median()
-        if not bool(logits_differ <= _tolerance(model)):  # NaN, too
+        if not bool(logits_differ <= eps**0.5):  # NaN, too
             return False
         for found, expected in zip(found_states, expected_states, strict=True):
             difference = _difference(found.flatten()[None], expected.flatten()[None])
             if not bool(difference <= STATE_TOLERANCE):  # NaN, too
                 return False
     return True
-
-
-def _tolerance(model: PreTrainedModel) -> float:
-    """Return the largest relative difference that rounding explains.
-
-    Recurrences are computed in float32 at most.
-    """
-    return float(max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5)
 
 
 def _difference(found_TX: Tensor, expected_TX: Tensor) -> Tensor:
