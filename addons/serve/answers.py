@@ -35,9 +35,7 @@ from ...inference.text.messages import check_conversation
 from ...options import check_options, template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ...train.data.answer_file import (
-    FORMAT,
     check_fingerprint,
-    check_format,
     lines_of,
     read_state,
     state_path,
@@ -139,7 +137,7 @@ def ask_servers(config: AnswersConfig) -> Path:
     with_tokens: bool | None = None
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(state_path(path), json.dumps({"format": FORMAT, "options": options}))
+        write_whole(state_path(path), json.dumps({"options": options}))
     elif not state_path(path).exists():
         raise ValueError(
             f"{path} exists and was not written by this command; choose another output"
@@ -158,8 +156,6 @@ def ask_servers(config: AnswersConfig) -> Path:
             FREE_TO_CHANGE,
         )
         answered, of_tokenizer = _read_answered(path)
-        if answered and len(answered) < len(prompts) - len(rejected):
-            check_format(state, path)
         if answered:
             with_tokens = of_tokenizer is not None
         if with_tokens:

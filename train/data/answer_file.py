@@ -15,10 +15,6 @@ from ...files import read_json
 from ...options import by_new_names
 from ..config import SelfMadeConfig
 
-FORMAT = "tokens"
-"""Version of the rows: those of earlier versions held the text of answers alone, and their state
-names no format."""
-
 
 def state_path(path: Path) -> Path:
     """Return the path of the state of a file of answers."""
@@ -60,15 +56,6 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     for option in dataclasses.fields(SelfMadeConfig):
         defaults[option.name] = option.default
     return {**defaults, **by_new_names(options, warn=False)}
-
-
-def check_format(state: dict[str, Any], path: Path) -> None:
-    """Refuse to continue a file of an earlier version: a file holds rows of one kind."""
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} was begun by an earlier version of headstart, which kept the text of answers"
-            " and not their tokens; train on it as it is, or choose another output"
-        )
 
 
 def check_fingerprint(before: str | None, now: str | None, path: Path) -> None:

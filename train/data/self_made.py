@@ -37,9 +37,7 @@ from ...options import check_options
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
 from .answer_file import (
-    FORMAT,
     check_fingerprint,
-    check_format,
     lines_of,
     read_state,
     state_path,
@@ -148,9 +146,6 @@ class _Output:
             check_options(
                 f"{self.path} was started with", before, now, RESUME_ADVICE, FREE_TO_CHANGE
             )
-            # A file that is finished needs no more rows, whatever its format.
-            if not self.state()[1]:
-                check_format(state, self.path)
 
         # 4. Cut off what a killed process wrote of a batch: the state says how much is whole.
         if not self.path.exists() and self.progress.size == 0:
@@ -198,7 +193,6 @@ class _Output:
     def write_state(self) -> None:
         """Write options, tokenizer, progress and the prompts seen."""
         state = {
-            "format": FORMAT,
             "options": dataclasses.asdict(self.config),
             "tokenizer": self.tokenizer,
             "progress": dataclasses.asdict(self.progress),

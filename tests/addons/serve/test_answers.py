@@ -684,17 +684,6 @@ def test_a_file_of_the_model_in_this_process_is_not_continued_by_servers(config)
         ask_servers(config)
 
 
-def test_a_file_of_text_by_an_earlier_version_is_refused_unless_it_is_finished(config):
-    ask_servers(changed(config, conversations=5))
-    state = Path(config.output + ".state.json")
-    state.write_text(
-        json.dumps({"options": json.loads(state.read_text())["options"]}), encoding="utf-8"
-    )
-    ask_servers(changed(config, conversations=5))
-    with refused("earlier version"):
-        ask_servers(config)
-
-
 def names_of(config):
     return [server.name for server in served.servers_of(config)]
 

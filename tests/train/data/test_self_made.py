@@ -476,23 +476,6 @@ def as_begun_by(config, change):
         json.dump(state, file)
 
 
-def without_tokens(state):
-    """As the versions wrote it that kept only text, and lacked the newest options."""
-    del state["format"], state["tokenizer"]
-    del state["options"]["template_kwargs"], state["options"]["unfinished"]
-
-
-def test_a_file_of_text_by_an_earlier_version_is_left_alone_or_refused(config, monkeypatch):
-    killed_at(monkeypatch, config, 2, after=True)
-    as_begun_by(config, without_tokens)
-    with refused("earlier version"):
-        made(config)
-    finished = changed(config, **elsewhere(config))
-    content = made(finished)
-    as_begun_by(finished, without_tokens)
-    assert made(finished) == content
-
-
 def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(config, monkeypatch):
     whole = made(config, **elsewhere(config))
     killed_at(monkeypatch, config, 2, after=True)
