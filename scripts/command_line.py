@@ -238,7 +238,11 @@ def options(
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     types = option_types(kind)
-    kinds = {name: kinds_of(hint) for name, hint in types.items()}
+    # The types of a union, without their arguments: list and NoneType of list[str] | None.
+    kinds = {
+        name: {typing.get_origin(part) or part for part in parts_of(hint)}
+        for name, hint in types.items()
+    }
     lists = {name for name, found in kinds.items() if found & {list, tuple} and str not in found}
     flags = {name for name, found in kinds.items() if bool in found}
     spelled_arguments = spelled_out(arguments, lists, flags)
@@ -429,11 +433,6 @@ def option_types(kind: type, before: str = "") -> dict[str, Any]:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             types |= option_types(hint, f"{before}{option.name}.")
     return types
-
-
-def kinds_of(hint: Any) -> set[Any]:
-    """The types of a union, without their arguments: list and NoneType of list[str] | None."""
-    return {typing.get_origin(part) or part for part in parts_of(hint)}
 
 
 def spelled(name: str) -> str:

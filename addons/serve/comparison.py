@@ -121,7 +121,11 @@ def compare(
         tokens, ours = here(target, head.head, length, prompts, max_new_tokens)
         comparison = Comparison(method, length, ours, None, answer["version"])
         if "error" in theirs:
-            comparison = dataclasses.replace(comparison, error=_shortened(theirs["error"]))
+            # The reason in an error of vLLM: pydantic's words, or the first line.
+            error = theirs["error"]
+            reason = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
+            words = reason[1] if reason else error.splitlines()[0]
+            comparison = dataclasses.replace(comparison, error=words)
         else:
             comparison = dataclasses.replace(
                 comparison,
@@ -173,12 +177,6 @@ def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[di
 def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
     """Count the answers that have the same tokens."""
     return sum(one == other for one, other in zip(ours, theirs, strict=True))
-
-
-def _shortened(error: str) -> str:
-    """Find the reason in an error of vLLM: pydantic's words, or the first line."""
-    reason = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
-    return reason[1] if reason else error.splitlines()[0]
 
 
 def here(

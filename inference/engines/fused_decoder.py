@@ -46,7 +46,7 @@ from ..targets.target_model import TargetModel
 from ..targets.twin import twin_of
 from .attention import causal_attention
 from .branches import side_by_side
-from .known import SILU, KnownDecoder, differs, has_attention_norms, known_decoder
+from .known import SILU, KnownDecoder, differs, known_decoder
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of
@@ -234,7 +234,7 @@ def norm_of(module: Any) -> Norm:
 
 def attention_norms(layer: Any) -> tuple[Norm, Norm] | None:
     """Norms of a layer's queries and keys, if it has any."""
-    if not has_attention_norms(layer) or isinstance(layer.self_attn.q_norm, nn.Identity):
+    if isinstance(getattr(layer.self_attn, "q_norm", nn.Identity()), nn.Identity):
         return None
     return norm_of(layer.self_attn.q_norm), norm_of(layer.self_attn.k_norm)
 

@@ -125,11 +125,6 @@ def differs(computed: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return not difference <= tolerance * wanted.double().abs().max()
 
 
-def has_attention_norms(layer: Any) -> bool:
-    """Whether a layer normalises each head's queries and keys."""
-    return hasattr(layer.self_attn, "q_norm")
-
-
 def _is_known_layer(layer: nn.Module) -> bool:
     """Whether a decoder layer has the parts of Llama's, of the right shapes, and no others."""
     if not _consists_of(layer, LAYER_PARTS):

@@ -420,7 +420,13 @@ class ModelEngine(Engine):
                 nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K
             )
         else:
-            masks = self._tree_masks(nodes, lengths_B) if self.tree_kernel else self._masks(visible)
+            if self.tree_kernel:  # masks without values
+                tree_slots = self._tree_slots(nodes, lengths_B)
+                masks = as_the_model_takes(
+                    {kind: self.attention.of_tree(seen) for kind, seen in tree_slots.items()}
+                )
+            else:
+                masks = self._masks(visible)
             # 0 asks for all logits. Under accelerate they are chosen afterwards, as above.
             logits_to_keep: int | Tensor = 0 if kept_K is None or self.spread else kept_K
             logits_BNV, features_BNF = self._model_forward(
@@ -492,13 +498,6 @@ class ModelEngine(Engine):
             window = self.target.config.sliding_window if kind == "sliding_attention" else None
             slots[kind] = TreeSlots(ancestors_BNM, lengths_B, nodes.depths_BM, window)
         return slots
-
-    def _tree_masks(self, nodes: NewNodes, lengths_B: Tensor) -> Masks:
-        """Masks without values, for the tree kernel."""
-        slots = self._tree_slots(nodes, lengths_B)
-        return as_the_model_takes(
-            {kind: self.attention.of_tree(seen) for kind, seen in slots.items()}
-        )
 
     def _attention_to(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, Attend]:
         """The attention of new nodes after `lengths_B` committed tokens, by kind."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...heads.base import dtype_name
 from ..targets.states import check_states
@@ -148,7 +148,9 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
     # 1. A recurrence must read several tokens as it reads single ones.
     if target.stateful is not None:
         check_states(model)
-    windows = windows_of(model.config.get_text_config())
+    config = model.config.get_text_config()
+    windows = [getattr(config, key, None) or 0 for key in SHORTENED]
+    windows = [window for window in windows if window > SHORT_WINDOW]
     # accelerate's hooks are bound to the original model: a copy with short windows cannot run.
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
 
@@ -325,12 +327,6 @@ def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) 
     divisor_N = (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)
     relative_N = (error_N / divisor_N).sqrt()[rows_N]
     return float(relative_N.median() if at_median else relative_N.max())
-
-
-def windows_of(config: PreTrainedConfig) -> list[int]:
-    """The windows of a config that the trial shortens."""
-    values = [getattr(config, key, None) for key in SHORTENED]
-    return [value for value in values if value is not None and value > SHORT_WINDOW]
 
 
 def with_short_windows(model: PreTrainedModel) -> PreTrainedModel:

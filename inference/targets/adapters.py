@@ -84,7 +84,11 @@ def check_adapters(model: PreTrainedModel) -> None:
             )
     if reason:
         # peft leaves its hooks when a call ends by an error, and the next call would run them.
-        _remove_call_hooks(model)
+        for module in model.modules():
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if _name(hook) in CALL_HOOKS:
+                    del module._forward_pre_hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
         raise ValueError(reason)
 
 
@@ -118,12 +122,3 @@ def _name(hook: Any) -> str:
     """The name of a hook's function, to which arguments may be bound."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__name__", "")
-
-
-def _remove_call_hooks(model: nn.Module) -> None:
-    """Remove the hooks of a call of peft's generate, which is about to end by an error."""
-    for module in model.modules():
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if _name(hook) in CALL_HOOKS:
-                del module._forward_pre_hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -101,7 +101,10 @@ class TreeLogitsProcessor:
         if min_length_counts_padding:
             self._counting += (known.MinLengthLogitsProcessor,)
         self._reads_text = not all(_reads_logits_alone(processor) for processor in processors)
-        self.one_by_one = any(_may_keep_state(processor) for processor in processors)
+        self.one_by_one = any(
+            not _is_transformers(processor) or isinstance(processor, CALLS_USER)
+            for processor in processors
+        )
         """Whether a processor may keep a state, so that it must be called once for each token, in
         the text's order, and never with a draft that is rejected."""
         self.calls = 0
@@ -299,10 +302,6 @@ class TreeLogitsProcessor:
 def _is_transformers(processor: LogitsProcessor) -> bool:
     """Whether its class is one of transformers, so that what it reads is known."""
     return type(processor).__module__ == known.__name__
-
-
-def _may_keep_state(processor: LogitsProcessor) -> bool:
-    return not _is_transformers(processor) or isinstance(processor, CALLS_USER)
 
 
 def _reads_logits_alone(processor: LogitsProcessor) -> bool:

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -110,7 +110,10 @@ class Rendering:
         try:
             self._check_tokenizer(conversation)
             if conversation.get("input_ids") is not None:
-                number -= _rows_before(conversation, number)
+                # Rows 7, 8, 9 with `sequence` 1, 2, 3 are one conversation: row 9 has 2 before it.
+                sequence = conversation.get("sequence")
+                if type(sequence) is int and 1 <= sequence <= number + 1:
+                    number -= sequence - 1
             examples = whole_sequences(
                 conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs
             )
@@ -129,7 +132,7 @@ class Rendering:
             or not FINGERPRINT.fullmatch(named)
         ):
             return
-        ours = tokenizer_fingerprint(self.tokenizer)
+        ours = tokenizer_provenance(self.tokenizer)["tokenizer"]
         if named != ours:
             raise ValueError(
                 f"its token ids are those of a tokenizer with the fingerprint {named}, and the"
@@ -183,21 +186,6 @@ class Rendering:
             self.vocab_size,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _rows_before(row: dict[str, Any], number: int) -> int:
-    """Rows of the same conversation before row `number`, where it has several.
-
-    Rows 7, 8, 9 with `sequence` 1, 2, 3 are one conversation: row 9 has 2 before it.
-    """
-    sequence = row.get("sequence")
-    return sequence - 1 if type(sequence) is int and 1 <= sequence <= number + 1 else 0
-
-
-@lru_cache(maxsize=4)
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of a tokenizer's vocabulary, by which rows of tokens name it."""
-    return tokenizer_provenance(tokenizer)["tokenizer"]
 
 
 class TokenizedSequences(Sequence[Example]):

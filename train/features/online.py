@@ -132,12 +132,13 @@ class CachedFeatures(OnlineFeatures):
         if epoch != self._epoch:
             self.cache.refresh()
             self._epoch = epoch
-        return [self._if_stored(batch) for batch in batches]
-
-    def _if_stored(self, batch: Batch) -> Batch:
-        """Return a batch with its states, if the cache has those of all its sequences."""
-        keys = [key_of(batch.tokens_BT[row, span]) for row, span in batch.places()]
-        return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
+        # Batches of which the cache has all sequences get their states.
+        ready = []
+        for batch in batches:
+            keys = [key_of(batch.tokens_BT[row, span]) for row, span in batch.places()]
+            stored = all(key in self.cache for key in keys)
+            ready.append(self._stored(batch, keys) if stored else batch)
+        return ready
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
         """Return a batch with its states from the cache, in the cache's format."""
