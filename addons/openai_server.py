@@ -24,9 +24,8 @@ from http.client import HTTPException, IncompleteRead
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ..files import parse_json
+from ..files import parse_json, printable
 from ..heads.checkpoints.public import public_url
-from ..options import printable
 
 KEY = "OPENAI_API_KEY"
 """Environment variable of the servers' key, if they ask for one."""

@@ -37,7 +37,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import parse_json, read_json, replacing, require_regular, write_whole
+from ..files import one_line, parse_json, read_json, replacing, require_regular, write_whole
+from ..heads.checkpoints.files import open_safetensors
 from ..options import check_options
 
 MANIFEST = "manifest.json"
@@ -275,12 +276,12 @@ def text_row(path: Path) -> dict[str, Any]:
         ValueError: a file that is cut or not such a shard.
     """
     try:
-        with safe_open(require_regular(path), "pt") as file:
+        with open_safetensors(require_regular(path)) as file:
             known = parse_json((file.metadata() or {})["row"], "its row")
             tokens_T = file.get_tensor("tokens")
             mask_T = file.get_tensor("loss_mask")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
+        raise ValueError(f"{path} cannot be read ({one_line(error)}); remove it") from error
     is_text = (
         isinstance(known, dict)
         and tokens_T.ndim == 1
@@ -345,11 +346,15 @@ def opened(path: Path) -> Any:
         keys_n2 = file.get_tensor("keys")
         ends_n = file.get_tensor("ends")
         checksums_n = file.get_tensor("checksums")
+        scales = states[:2]
+        if file.get_slice("states").get_dtype() == "I8":
+            scales = file.get_slice("scales").get_shape()
     except (SafetensorError, OSError) as error:
-        raise corrupt(path, str(error)) from error
+        raise corrupt(path, one_line(error)) from error
     texts = len(keys_n2)
     is_shard = (
         len(states) == 3
+        and scales == states[:2]
         and keys_n2.shape == (texts, 2)
         and ends_n.shape == checksums_n.shape == (texts,)
         and {keys_n2.dtype, ends_n.dtype, checksums_n.dtype} == {torch.int64}

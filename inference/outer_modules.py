@@ -37,6 +37,7 @@ from .targets.loading import (
     load_config,
     locate,
     model_loader,
+    unloaded_model,
 )
 
 SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
@@ -266,8 +267,6 @@ class OuterTarget(Target):
         The arguments are those of `Target.load`, but `dtype` must be a `torch.dtype`.
         """
         require_extra("accelerate", "a target without its blocks")
-        from accelerate import init_empty_weights
-
         # 1. What can be refused.
         options = dict(options or {})
         if options.pop("quantization_config", None) is not None:
@@ -279,11 +278,7 @@ class OuterTarget(Target):
         # 2. The model without its weights. Buffers, such as rotary frequencies, are computed.
         checkpoint = CheckpointTensors(source, revision)
         config = load_config(source, revision)
-        with init_empty_weights(include_buffers=False):
-            model = cast(
-                PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options)
-            )
-        model.tie_weights()  # on the meta device shared parameters were made twice
+        model = unloaded_model(source, config, dtype, **options)
         model.eval().requires_grad_(False)
         generation = generation_config_of(source, revision)
         if generation is not None:

@@ -18,7 +18,7 @@ from rich.progress import (
     TextColumn,
 )
 
-from .options import printable
+from .files import printable
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 

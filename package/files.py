@@ -29,6 +29,17 @@ BROKEN = (
     ValueError,
 )
 """What is raised where values are not those that were written; numpy parses headers as Python."""
+CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
+    # OSC and others with a text: titles, links, the clipboard
+    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"
+    # the same in one byte
+    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"
+    r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
+    re.DOTALL,
+)
+"""Characters that control a terminal, except tabs and line feeds."""
 DEEPEST = 100
 """Lists and objects within one another in JSON of others."""
 LONGEST_REASON = 300
@@ -37,6 +48,20 @@ EXAMPLES = "examples"
 """Folder of a head for SmolLM2 and prompts to try it on, in a clone and in the wheel."""
 TEXT_SHARD = "recorded-"
 """Begin of the names of files that each hold one text with its states."""
+
+
+def printable(text: str) -> str:
+    """A text of a server, a model or a file without what would control the terminal."""
+    return CONTROLS.sub("", text.replace("\r\n", "\n"))
+
+
+def one_line(text: object, longest: int = LONGEST_REASON) -> str:
+    """Return the words of others for an error: one line that can be printed, cut where it is long.
+
+    A lone surrogate, which no encoding holds, is shown as its number.
+    """
+    line = " ".join(printable(str(text)).split()).encode(errors="backslashreplace").decode()
+    return line if len(line) <= longest else f"{line[:longest]} ..."
 
 
 def at_home(path: str | Path) -> str:
@@ -265,7 +290,7 @@ def reading_back(path: str | Path, advice: str) -> Iterator[None]:
     try:
         yield
     except BROKEN as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(f"{path} cannot be read ({reason}); {advice}") from error
 
 

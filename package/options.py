@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import math
 import operator
-import re
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,21 +18,10 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union
 
-from .files import at_home
+from .files import at_home, one_line
 
 LONGEST_SHOWN = 200
 """Characters of a value that an error shows."""
-CONTROLS = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
-    # OSC and others with a text: titles, links, the clipboard
-    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"
-    # the same in one byte
-    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"
-    r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
-    re.DOTALL,
-)
-"""Characters that control a terminal, except tabs and line feeds."""
 RENAMED = {
     "fallback": "adaptive",
     "answer_tokens": "max_new_tokens",
@@ -184,11 +172,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
-def printable(text: str) -> str:
-    """A text of a server, a model or a file without what would control the terminal."""
-    return CONTROLS.sub("", text.replace("\r\n", "\n"))
-
-
 def parts_of(hint: Any) -> tuple[Any, ...]:
     """The types of a union: (str, NoneType) for str | None; a type alone for any other."""
     # A union with a Literal is typing's, any other the interpreter's own.
@@ -286,7 +269,8 @@ def check_options(
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not named_by(free, name):
             raise ValueError(
-                f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}"
+                f"{holder} {one_line(name)} = {shown(before.get(name))}, not"
+                f" {shown(now.get(name))}; {advice}"
             )
 
 

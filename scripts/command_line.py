@@ -24,7 +24,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader, set_parsing_settings
 
 from headstart.console import LINE_SECONDS, log, show_on_console
-from headstart.files import BROKEN, at_home
+from headstart.files import BROKEN, at_home, one_line, printable, read_bytes
 from headstart.options import (
     CommandOptions,
     Dtype,
@@ -32,7 +32,6 @@ from headstart.options import (
     did_you_mean,
     limited,
     parts_of,
-    printable,
     shown,
     template_variables,
     valid_values,
@@ -328,7 +327,7 @@ def checked(path: str, types: dict[str, Any]) -> str:
         ValueError: it is not a mapping of options and of groups of them, with the file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(Path(path)).decode()
         references = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
         if references > MOST_REFERENCES:
             raise ValueError(
@@ -348,7 +347,7 @@ def checked(path: str, types: dict[str, Any]) -> str:
             for name, value in by_new_names(options).items()
         }
     except (yaml.YAMLError, *BROKEN) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path}: {one_line(error)}") from error
     return path if renamed == options else json.dumps(renamed)
 
 

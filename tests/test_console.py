@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headstart import console
 from headstart.console import ProgressBar, counted, log, show_on_console, table_cell
-from headstart.options import printable
+from headstart.files import printable
 from headstart.scripts.command_line import run
 
 

@@ -43,11 +43,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..console import log
 from ..files import (
     BROKEN,
-    LONGEST_REASON,
     file_sizes,
     flush_to_disk,
     free_bytes,
     naming,
+    one_line,
     read_bytes,
     read_json,
     read_json_lines,
@@ -235,9 +235,8 @@ def read_options(path: Path) -> dict[str, Any]:
         if not is_config or not all(isinstance(group, dict) for group in groups):
             raise ValueError("target, head, loop and optim are not those of a run")
     except (yaml.YAMLError, *BROKEN) as error:
-        reason = " ".join(str(error).split())[:LONGEST_REASON]
         raise ValueError(
-            f"{path} is not the config of a run ({reason}): choose another output folder"
+            f"{path} is not the config of a run ({one_line(error)}): choose another output folder"
         ) from error
     checked: dict[str, Any] = options
     return checked
@@ -273,12 +272,13 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     # Otherwise the default would hold out other conversations than the run began with.
     if "data.held_out_limit" not in before:
         data = dataclasses.replace(data, held_out_limit=None)
-    # "auto" and "fastest" depend on the machine, which may be another one.
-    if loop.precision == "auto":
-        loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
-    if dtype in ("fastest", "auto"):
-        dtype = before.get("dtype", dtype)
-    return dataclasses.replace(config, dtype=dtype, data=data, loop=loop)
+    with reading_back(Path(config.output) / "config.yaml", "choose another output folder"):
+        # "auto" and "fastest" depend on the machine, which may be another one.
+        if loop.precision == "auto":
+            loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
+        if dtype in ("fastest", "auto"):
+            dtype = before.get("dtype", dtype)
+        return dataclasses.replace(config, dtype=dtype, data=data, loop=loop)
 
 
 class Unreadable(ValueError):
@@ -305,8 +305,8 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
         pickle.UnpicklingError,
         *OF_BROKEN_PICKLES,
     ) as error:
-        reason = " ".join(str(error).split())[:LONGEST_REASON]
-        raise Unreadable(f"{folder} cannot be read ({type(error).__name__}: {reason})") from error
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise Unreadable(f"{folder} cannot be read ({reason})") from error
 
 
 class RunFolder:

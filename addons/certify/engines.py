@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ...files import printable
 from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import generation_config_of, locate
 from ...inference.text.messages import Messages
-from ...options import printable
 from ..openai_server import OpenAIServer, ServerError
 from .certificate import Path
 

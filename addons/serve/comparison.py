@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...console import counted, log
+from ...files import printable, read_json
 from ...heads.base import DraftHead
 from ...heads.by_name import head_name
 from ...heads.checkpoints.hub import local_folder
@@ -29,7 +30,6 @@ from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids
 from ...inference.trees.stats import Stats
-from ...options import printable
 
 WORKER = Path(__file__).parent / "in_vllm" / "vllm_worker.py"
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
@@ -226,7 +226,7 @@ def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[
 
     # 3. Check its answer.
     try:
-        answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
+        answer: dict[str, Any] = read_json(answer_file)
         lists = [run["tokens"] for run in answer["runs"] if "error" not in run]
         whole = len(answer["runs"]) == len(request["runs"]) and isinstance(answer["version"], str)
         whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...files import require_regular
 from ...heads.base import TargetInfo, TargetModules
+from ...heads.checkpoints.files import open_safetensors
 from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
 from ...train.data.token_cache import conversations_of
@@ -84,33 +84,28 @@ class ServerLayers:
             ValueError: a file that is cut, of other layers or another model, or of other tokens.
         """
         info = self.info
-        try:
-            with safe_open(require_regular(path), "pt") as file:
-                names = set(file.keys())
-                if lacking := {"token_ids", "hidden_states"} - names:
-                    held = ", ".join(sorted(names)) or "nothing"
-                    raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; it holds {held}")
-                found_T = file.get_tensor("token_ids")
-                if found_T.ndim != 1 or found_T.is_floating_point() or found_T.dtype == torch.bool:
-                    raise ValueError(
-                        f"{path} has token_ids of {list(found_T.shape)} {found_T.dtype}, not a list"
-                        " of token ids"
-                    )
-                found_T = found_T.long()
-                kept = file.get_slice("hidden_states")
-                shape = tuple(kept.get_shape())
-                wanted = (len(found_T), len(self.given), info.hidden_size)
-                if shape != wanted:
-                    raise ValueError(
-                        f"{path} has hidden_states of {list(shape)}, not {list(wanted)}: tokens, "
-                        f"features.server_layers, hidden size of {info.name!r}"
-                    )
-                count = len(found_T) if tokens_T is None else len(tokens_T)
-                states_TLD: Tensor = kept[:count]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path} cannot be read: {error}; have the server write it again"
-            ) from error
+        with open_safetensors(require_regular(path)) as file:
+            names = set(file.keys())
+            if lacking := {"token_ids", "hidden_states"} - names:
+                held = ", ".join(sorted(names)) or "nothing"
+                raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; it holds {held}")
+            found_T = file.get_tensor("token_ids")
+            if found_T.ndim != 1 or found_T.is_floating_point() or found_T.dtype == torch.bool:
+                raise ValueError(
+                    f"{path} has token_ids of {list(found_T.shape)} {found_T.dtype}, not a list"
+                    " of token ids"
+                )
+            found_T = found_T.long()
+            kept = file.get_slice("hidden_states")
+            shape = tuple(kept.get_shape())
+            wanted = (len(found_T), len(self.given), info.hidden_size)
+            if shape != wanted:
+                raise ValueError(
+                    f"{path} has hidden_states of {list(shape)}, not {list(wanted)}: tokens, "
+                    f"features.server_layers, hidden size of {info.name!r}"
+                )
+            count = len(found_T) if tokens_T is None else len(tokens_T)
+            states_TLD: Tensor = kept[:count]
         if len(found_T) and not 0 <= int(found_T.min()) <= int(found_T.max()) < info.vocab_size:
             raise ValueError(
                 f"{path} has tokens from {int(found_T.min())} to {int(found_T.max())}, outside the"

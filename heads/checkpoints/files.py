@@ -10,7 +10,7 @@ import math
 import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ...files import at_home, parse_json, read_bytes
+from ...files import LONGEST_REASON, at_home, one_line, parse_json, read_bytes
+from ...options import shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -123,15 +123,24 @@ def files_of_tensors(path: Path) -> dict[str, str]:
 def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file, whose tensors are read by name.
 
-    A ValueError refuses a file that is missing or truncated.
+    A ValueError refuses a file that is missing or truncated, and names of tensors that no model
+    has: messages show them.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
         with safe_open(path, framework="pt") as file:
+            _check_names(path, file.keys())
             yield file
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+        raise ValueError(f"{path} cannot be read, or was truncated: {one_line(error)}") from error
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    """Refuse names that no tensor of a model has: messages show them."""
+    for name in names:
+        if len(name) > LONGEST_REASON or not name.isprintable():
+            raise ValueError(f"{path} has a tensor named {shown(name)}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -142,12 +151,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         or not all(isinstance(part, str) for part in parts.values())
     ):
         raise ValueError(f"{index} has no weight_map of tensors to files")
+    _check_names(index, parts)
     # A name with a NUL is no file's either, and messages would show its control characters.
     elsewhere = [
         part for part in parts.values() if Path(part).name != part or not part.isprintable()
     ]
     if elsewhere:
-        raise ValueError(f"{index} names {elsewhere[0]!r}, which leads out of its folder")
+        raise ValueError(f"{index} names {shown(elsewhere[0])}, which leads out of its folder")
     return parts
 
 
@@ -180,11 +190,12 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     path = _inside(folder, name)
     try:
         if path.suffix == ".safetensors":
-            tensors: Any = load_file(path)
+            with open_safetensors(path) as file:
+                tensors: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             tensors = torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, EOFError, OSError, RuntimeError, *OF_BROKEN_PICKLES) as error:
-        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+        raise ValueError(f"{path} cannot be read, or was truncated: {one_line(error)}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is a pickle that holds more than tensors, which could run anything: it is not"

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from ...files import reading_back
+
 SELF = "."
 """Id of a checkpoint until it is pushed: its commands run in its own folder."""
 
@@ -159,6 +161,9 @@ def hub_id(trained: str, given: str | None = None) -> str | None:
     return name if is_id else None
 
 
+@reading_back(
+    "the section 'headstart' of the head's config.json", "take back what was changed there"
+)
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     """Return the model card of a checkpoint in Markdown.
 

@@ -22,7 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import LONGEST_REASON, at_home, write_whole
+from ...files import at_home, one_line, write_whole
 from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
@@ -426,7 +426,7 @@ def build_unloaded(
     except (RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an
         # unknown type.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:LONGEST_REASON]
+        reason = one_line(f"{type(error).__name__}: {error}".splitlines()[0])
         raise ValueError(
             f"options of the {name} head cannot be used ({reason}): {shown(options)}"
         ) from error

@@ -34,10 +34,10 @@ from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ...extras import require_extra
-from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
+from ...files import at_home, one_line, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
-from ...options import did_you_mean, printable
+from ...options import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -192,13 +192,12 @@ def reading(what: str, source: str | Path) -> Iterator[None]:
         raise
     # tokenizers raises Exception itself; a broken file ends most readers by TypeError or KeyError
     except Exception as error:
-        reason = " ".join(printable(str(error)).split())
-        if not isinstance(error, (OSError, ValueError)) or not reason:
+        reason = str(error)
+        if not isinstance(error, (OSError, ValueError)) or not reason.strip():
             reason = f"{type(error).__name__}: {reason}"
-        if len(reason) > LONGEST_REASON:
-            reason = reason[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
         raise ValueError(
-            f"no {what} at {str(source)!r}: {reason} (transformers {transformers.__version__})"
+            f"no {what} at {str(source)!r}: {one_line(reason)} (transformers"
+            f" {transformers.__version__})"
         ) from error
 
 
@@ -269,6 +268,23 @@ def model_loader(config: PreTrainedConfig) -> Any:
         f" {transformers.__version__} loads it neither as a causal language model nor as a"
         " multimodal one"
     )
+
+
+def unloaded_model(
+    source: str | Path, config: PreTrainedConfig, dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """Build a target's model without weights, its buffers computed; this needs accelerate.
+
+    Raises:
+        ValueError: values of its config that transformers cannot build from.
+    """
+    from accelerate import init_empty_weights
+
+    with reading("target model", source), init_empty_weights(include_buffers=False):
+        loader = model_loader(config)
+        model = cast(PreTrainedModel, loader.from_config(config, dtype=dtype, **options))
+        model.tie_weights()  # on the meta device shared parameters are made twice
+    return model
 
 
 def downloaded_commit(

@@ -17,7 +17,7 @@ from jinja2.meta import find_undeclared_variables
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ...files import LONGEST_REASON
+from ...files import one_line
 from ...heads.checkpoints.save_load import differences
 from ...options import template_variables
 from ..targets.loading import load_tokenizer, tokenizer_provenance
@@ -43,6 +43,7 @@ TEMPLATE_ERRORS = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    SyntaxError,
 )
 """Errors that a template's code raises for messages that it was not written for."""
 
@@ -88,9 +89,9 @@ def render(
 
 def template_error(tokenizer: PreTrainedTokenizerBase, told: object) -> ValueError:
     """Say in one line that a tokenizer's chat template failed, where it is from, and how."""
-    words = " ".join(str(told).split())[:LONGEST_REASON]
     return ValueError(
-        f"the chat template refuses a conversation: {words} (tokenizer {tokenizer.name_or_path!r})"
+        f"the chat template refuses a conversation: {one_line(told)} (tokenizer"
+        f" {tokenizer.name_or_path!r})"
     )
 
 
@@ -251,7 +252,8 @@ def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
             read |= find_undeclared_variables(parsed)
         except TEMPLATE_ERRORS as error:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path!r} cannot be parsed: {error}"
+                f"the chat template of {tokenizer.name_or_path!r} cannot be parsed:"
+                f" {one_line(error)}"
             ) from error
     return read
 

@@ -42,8 +42,8 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from ...files import (
     BROKEN,
-    LONGEST_REASON,
     cache_folder,
+    one_line,
     read_json,
     refuse_pipes,
     text_shards,
@@ -232,7 +232,7 @@ def open_file(name: str) -> Source:
         try:
             return _of_arrow(name, load_dataset("parquet", data_files=name, split="train"))
         except (DatasetGenerationError, OSError, *BROKEN) as error:
-            reason = " ".join(str(error.__cause__ or error).split())
+            reason = one_line(error.__cause__ or error)
             raise ValueError(f"{name}: no Parquet file that can be read: {reason}") from error
     # Size and time stand for the content, which would have to be read to be hashed.
     status = path.stat()
@@ -358,7 +358,7 @@ def _saved(name: str, folder: Path) -> Dataset | DatasetDict:
                     raise ValueError(f"it names {file['filename']!r}, a file elsewhere")
         return load_from_disk(folder)
     except (OSError, NotImplementedError, *BROKEN) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(f"{name} cannot be read as a data set ({reason})") from error
 
 

@@ -48,6 +48,7 @@ from ...files import (
     BROKEN,
     cache_folder,
     naming,
+    one_line,
     read_json,
     read_json_lines,
     reading_back,
@@ -398,7 +399,7 @@ def cached_sequences(
         with reading_back(entry, "remove it, and it is made anew"):
             manifest = read_json(entry / "manifest.json")
             before = dict(manifest["made_of"])
-            files = [entry / name for name in manifest["files"]]
+            files = [entry / Path(name).name for name in manifest["files"]]
             rows_read = operator.index(manifest["rows"])
             truncated += operator.index(manifest["truncated"])
             digests.append(str(manifest["digest"]))
@@ -462,6 +463,8 @@ def _make(
 
     # 1. Tokenize, in several processes. `datasets` writes a file for each and skips those that an
     # earlier start has completed: it finds them by name and fingerprint.
+    for path in folder.glob("sequences*.arrow"):
+        _mapped(path)
     arguments = {
         "reader": source.reader,
         "expected": first_format(source),
@@ -619,8 +622,19 @@ def _encoded_rows(
 
 def _mapped(path: Path) -> Dataset:
     try:
-        return Dataset.from_file(str(path))
+        mapped = Dataset.from_file(str(require_regular(path)))
+        # Arrow trusts the offsets in a file: a wrong one would end this process.
+        mapped.data.table.validate(full=True)
+        if mapped.features != FEATURES:
+            raise ValueError(f"its columns are {list(mapped.features)}, not {list(FEATURES)}")
+        lengths = [
+            pc.list_value_length(mapped.data.table.column(name)) for name in ("tokens", "loss_mask")
+        ]
+        if not lengths[0].equals(lengths[1]):
+            raise ValueError("a sequence has other numbers of tokens and of marks")
+        return mapped
     except (OSError, pa.ArrowException, *BROKEN) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew"
+            f"{one_line(path)} cannot be read ({one_line(error)}); remove {path.parent}, and it is"
+            " made anew"
         ) from error

@@ -12,7 +12,7 @@ import itertools
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
+from accelerate import Accelerator, infer_auto_device_map
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...inference.engines.target import Target
 from ...inference.outer_modules import OuterTarget
 from ...inference.targets.dtypes import dtype_named
-from ...inference.targets.loading import config_of, load_config, model_loader
+from ...inference.targets.loading import config_of, load_config, unloaded_model
 from ..config import TrainConfig
 from ..machines import shard_mesh
 
@@ -202,11 +202,7 @@ def packing_of(config: TrainConfig) -> dict[str, Any]:
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without weights, its buffers computed."""
     shape = load_config(config.target, config.target_revision)
-    loader = model_loader(shape)
     attention: dict[str, Any] = {}
     if config.target_attention is not None:
         attention["attn_implementation"] = config.target_attention
-    with init_empty_weights(include_buffers=False):
-        model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **attention))
-    model.tie_weights()  # on the meta device shared parameters are made twice
-    return model
+    return unloaded_model(config.target, shape, dtype, **attention)
