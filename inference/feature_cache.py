@@ -346,15 +346,16 @@ def opened(path: Path) -> Any:
         keys_n2 = file.get_tensor("keys")
         ends_n = file.get_tensor("ends")
         checksums_n = file.get_tensor("checksums")
-        scales = states[:2]
+        scales = (states[:2], "F32")
         if file.get_slice("states").get_dtype() == "I8":
-            scales = file.get_slice("scales").get_shape()
+            scales_NL = file.get_slice("scales")
+            scales = (scales_NL.get_shape(), scales_NL.get_dtype())
     except (SafetensorError, OSError) as error:
         raise corrupt(path, one_line(error)) from error
     texts = len(keys_n2)
     is_shard = (
         len(states) == 3
-        and scales == states[:2]
+        and scales == (states[:2], "F32")
         and keys_n2.shape == (texts, 2)
         and ends_n.shape == checksums_n.shape == (texts,)
         and {keys_n2.dtype, ends_n.dtype, checksums_n.dtype} == {torch.int64}

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 def import_foreign(config: ImportConfig) -> None:
     """Read another project's head and save it as ours."""
-    from headstart.files import BROKEN, one_line
+    from headstart.files import BROKEN, LONGEST_REASON, one_line
     from headstart.heads import CheckpointMetadata
     from headstart.heads.checkpoints.files import HEAD, read_json, read_weights, refuse_foreign
     from headstart.heads.checkpoints.hub import local_folder
@@ -68,9 +68,8 @@ def import_foreign(config: ImportConfig) -> None:
         head, read = import_head(foreign_config, tensors, target.info, parts)
     # others' options have any type, and their tensors any shape: torch's errors are RuntimeError
     except (RuntimeError, *BROKEN) as error:
-        reason = str(error)
-        if not isinstance(error, ValueError):
-            reason = one_line(f"{type(error).__name__}: {reason}")
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reason = one_line(reason, 5 * LONGEST_REASON)
         raise ValueError(f"no head can be imported from {config.head!r}: {reason}") from error
 
     # 3. Save the head, with what it was made from.

@@ -154,7 +154,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     _check_names(index, parts)
     # A name with a NUL is no file's either, and messages would show its control characters.
     elsewhere = [
-        part for part in parts.values() if Path(part).name != part or not part.isprintable()
+        part
+        for part in parts.values()
+        if Path(part).name != part or not part.isprintable() or len(part) > LONGEST_REASON
     ]
     if elsewhere:
         raise ValueError(f"{index} names {shown(elsewhere[0])}, which leads out of its folder")

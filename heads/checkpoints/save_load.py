@@ -22,7 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import at_home, one_line, write_whole
+from ...files import at_home, one_line, reading_back, write_whole
 from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
@@ -207,7 +207,7 @@ def save_tree(
     section["tree"] = tree
     section["measured"]["calibration"] = json_ready(calibration)
     section["measured"].setdefault("fastest", {})[machine] = tree
-    write_whole(Path(folder) / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n")
+    write_whole(Path(folder) / CONFIG_FILE, _strict_json(config))
 
 
 def copy_weights(head: DraftHead, other: DraftHead) -> None:
@@ -324,8 +324,14 @@ def _left_out(source: Path, uploaded: set[str]) -> list[str]:
     return rest
 
 
+def _strict_json(config: dict[str, Any]) -> str:
+    """JSON as all languages read it; NaN and infinity, which Python reads too, are refused."""
+    with reading_back("the head's config.json", "write null where there is no number"):
+        return json.dumps(config, indent=2, allow_nan=False) + "\n"
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(_strict_json(value), encoding="utf-8")
 
 
 def push_head(

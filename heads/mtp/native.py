@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...files import one_line
 from ..base import TargetInfo
 from ..by_name import build_head
 from ..checkpoints.files import (
@@ -267,11 +268,14 @@ def head_of_tensors(
     # 1. The tensors by their names here.
     state: dict[str, Tensor] = {}
     theirs: dict[str, str] = {}
-    tensors = _dequantized(tensors)
-    for name in found.names.keys() & tensors.keys():
-        state[found.names[name]] = tensors[name]
-        theirs[found.names[name]] = name
-    state = _joined_experts(state)
+    try:
+        tensors = _dequantized(tensors)
+        for name in found.names.keys() & tensors.keys():
+            state[found.names[name]] = tensors[name]
+            theirs[found.names[name]] = name
+        state = _joined_experts(state)
+    except (RuntimeError, ValueError) as error:  # shapes that do not belong together
+        raise ValueError(f"{where}: its MTP head cannot be read: {one_line(error)}") from error
     numbers = {int(name.split(".")[1]) for name in state}
     layers = max(numbers) + 1
     for name in found.family.shared.keys() & tensors.keys():

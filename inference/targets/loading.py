@@ -244,6 +244,26 @@ def refuse_vast(config: dict[str, Any]) -> None:
             )
 
 
+def _refuse_wider(config: PreTrainedConfig, folder: Path, gguf: str | None) -> None:
+    """Refuse a matrix that the files here cannot hold.
+
+    Transformers would draw all of it at random before it compares shapes.
+
+    Raises:
+        ValueError: the widths that its config says, and the bytes of its files.
+    """
+    files = [folder / gguf] if gguf else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    text = config.get_text_config()
+    widths = {}
+    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+        width = getattr(text, name, 0)
+        widths[name] = width if type(width) is int else 0
+    # The smallest weights have a bit. Of a Hub id no file is here yet, and size is 0.
+    if widths["hidden_size"] * max(widths.values()) > 8 * size > 0:
+        raise ValueError(f"its config says {widths}, and its weight files have {size:,} bytes")
+
+
 def model_loader(config: PreTrainedConfig) -> Any:
     """Return transformers' class that builds and loads a config's language model.
 
@@ -416,6 +436,7 @@ def load_model(
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}
     with reading("target model", source):
+        _refuse_wider(config, Path(folder), gguf)
         model, report = loader.from_pretrained(
             folder, dtype=dtype, revision=revision, output_loading_info=True, **given
         )

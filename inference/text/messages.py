@@ -10,10 +10,10 @@ have ShareGPT's names of roles, and a call may be a turn or a key `function_call
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...files import parse_json
 from ...options import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -132,12 +132,7 @@ def _with_tool_calls(message: dict[str, Any], number: int, where: str) -> dict[s
     """
     role, content = message.get("role"), message.get("content")
     if role in CALLS and isinstance(content, str):
-        try:
-            calls = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: message {number} is a {role} with no JSON: {error}"
-            ) from error
+        calls = parse_json(content, f"{where}: message {number}, a {role},")
         message = {**message, "content": None}
     elif message.get("function_call") and not message.get("tool_calls"):
         calls = message["function_call"]
@@ -212,24 +207,18 @@ def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: message {number} calls {function['name']} with no JSON: {error}"
-            ) from error
+        what = f"what message {number} calls {shown(function['name'])} with"
+        parse_json(arguments or "{}", f"{where}: {what}")
     return dict(call)
 
 
 def _tools(tools: Any, where: str) -> list[Any]:
     """Parse the tools of a conversation, which some data sets hold as JSON text."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
+        tools = parse_json(tools, f"{where}: 'tools', a text,")
     if not isinstance(tools, list):
         raise ValueError(
             f"{where}: 'tools' must be a list of tools, or its JSON text, not {shown(tools)}"
         )
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    one = f"{where}: one of 'tools', a text,"
+    return [parse_json(tool, one) if isinstance(tool, str) else tool for tool in tools]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ...files import at_home, parse_json, read_json
+from ...options import shown
 
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
 """How the children of a node are made, which decides the acceptance rules that are exact: the
@@ -105,20 +106,24 @@ class TreeShape:
         for path in nodes:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
                 raise ValueError(
-                    f"tree path {list(path)} must hold at least one rank, each an integer from 0"
+                    f"tree path {shown(list(path))} must hold at least one rank, each an integer"
+                    " from 0"
                 )
         known = {(), *nodes}
         for path in nodes:
             if max(path) >= LARGEST_TREE:
-                raise ValueError(f"tree path {list(path)} has a rank above {LARGEST_TREE - 1}")
+                raise ValueError(
+                    f"tree path {shown(list(path))} has a rank above {LARGEST_TREE - 1}"
+                )
             if path[:-1] not in known:
                 raise ValueError(
-                    f"tree path {list(path)} has no parent {list(path[:-1])} in the tree"
+                    f"tree path {shown(list(path))} has no parent {shown(list(path[:-1]))} in the"
+                    " tree"
                 )
         if len(known) != len(nodes) + 1:
             raise ValueError(
                 "a tree path stands twice: "
-                + str(next(list(p) for p in nodes if nodes.count(p) > 1))
+                + shown(next(list(p) for p in nodes if nodes.count(p) > 1))
             )
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
 

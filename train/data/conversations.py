@@ -394,9 +394,9 @@ def _data_set(name: str, limit: int | None) -> Source:
         )
         rows = Dataset.from_list(list(itertools.islice(stream, limit)))
         return _of_arrow(name, rows, str(builder.cache_dir), builder.hash, split, limit)
-    except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
+    except (DatasetNotFoundError, DatasetGenerationError, OSError, StopIteration, *BROKEN) as error:
         raise ValueError(
-            f"no conversations at {name!r}: neither a file nor a Hub data set: {error}"
+            f"no conversations at {name!r}: neither a file nor a Hub data set: {one_line(error)}"
         ) from error
 
 

@@ -348,13 +348,19 @@ def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
             counts_V[: len(cache.counts_V)] = torch.from_numpy(cache.counts_V)
             # An iterator: it has no chosen_N, and so is counted below.
             left_out = iter(TokenizedSequences(cache, left_out_N))
-            return counts_V - count_answer_tokens(left_out, len(counts_V))
+            left_out_V = count_answer_tokens(left_out, len(counts_V))
+            if len(left_out_V) > len(counts_V):
+                folder = Path(cache.rows.cache_files[0]["filename"]).parent
+                raise ValueError(f"{folder} holds tokens that it has not counted; remove it")
+            return counts_V - left_out_V
     tokens = [
         token
         for example in examples
         for token, is_answer in zip(example.tokens, example.loss_mask, strict=True)
         if is_answer
     ]
+    if min(tokens, default=0) < 0:
+        raise ValueError(f"a sequence holds token {min(tokens)}; remove the cache (data.cache)")
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 

@@ -91,7 +91,7 @@ class FolderStates(StateSource):
             return torch.tensor(example.prompt)
         with reading_back(path, "remove it; `headstart features` writes it again"):
             text = read_json(path)["text"]
-            if not all(type(token) is int for token in text):
+            if not isinstance(text, list) or not all(type(token) is int for token in text):
                 raise ValueError("its text is not a list of tokens")
             return torch.tensor(text)
 
