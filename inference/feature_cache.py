@@ -346,8 +346,9 @@ def opened(path: Path) -> Any:
         keys_n2 = file.get_tensor("keys")
         ends_n = file.get_tensor("ends")
         checksums_n = file.get_tensor("checksums")
+        scaled = file.get_slice("states").get_dtype() == "I8"
         scales = (states[:2], "F32")
-        if file.get_slice("states").get_dtype() == "I8":
+        if scaled or "scales" in file.keys():  # noqa: SIM118
             scales_NL = file.get_slice("scales")
             scales = (scales_NL.get_shape(), scales_NL.get_dtype())
     except (SafetensorError, OSError) as error:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headstart import console
 from headstart.console import ProgressBar, counted, log, show_on_console, table_cell
-from headstart.files import printable
+from headstart.files import LONGEST_REASON, one_line, printable
 from headstart.scripts.command_line import run
 
 
@@ -93,6 +93,11 @@ def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch)
 )
 def test_what_would_control_a_terminal_is_not_printed(text, shown):
     assert printable(text) == shown
+
+
+def test_words_of_others_are_one_short_line_that_can_be_printed():
+    assert one_line(ValueError("\x1b[2Ja\n b\r\u2028c\ud800")) == "a bc\\ud800"
+    assert one_line("x" * 5000) == "x" * LONGEST_REASON + " ..."
 
 
 @pytest.mark.parametrize(

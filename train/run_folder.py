@@ -63,7 +63,7 @@ from ..heads.checkpoints.files import (
     json_ready,
     refuse_foreign,
 )
-from ..options import by_new_names, check_options, named_by
+from ..options import by_new_names, check_options, named_by, shown
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 from .engines import any_process
@@ -338,6 +338,7 @@ class RunFolder:
         Raises:
             ValueError: other options, or files that the run would replace and that are not a run's.
         """
+        refuse_pipes(self.folder)
         for folder in (self.best, self.last):
             refuse_foreign(folder, HEAD)
         if (self.folder / "config.yaml").exists():  # it is replaced
@@ -375,7 +376,8 @@ class RunFolder:
             for name, option in OF_INPUTS.items():
                 if before.get(name) != inputs.get(name):
                     raise ValueError(
-                        f"{self.folder} holds a run whose {name} had the digest {before.get(name)};"
+                        f"{self.folder} holds a run whose {name} had the digest"
+                        f" {shown(before.get(name))};"
                         f" with {option} {attrgetter(option)(config)!r} it is {inputs.get(name)}:"
                         " give what the run began with, or choose another output folder"
                     )

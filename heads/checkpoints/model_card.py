@@ -193,7 +193,7 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         front["license"] = license_
 
     # 3. The text.
-    return _CARD.format(
+    card = _CARD.format(
         front=yaml.safe_dump(front, sort_keys=False),
         target=target,
         trained=shlex.quote(trained),
@@ -224,6 +224,8 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
             for server in _COMMANDS
         },
     )
+    card.encode()  # raises for lone surrogates, which no file holds
+    return card
 
 
 def served_depth(options: dict[str, Any]) -> int:

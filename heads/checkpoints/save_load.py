@@ -22,7 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import at_home, one_line, reading_back, write_whole
+from ...files import LONGEST_REASON, at_home, one_line, reading_back, write_whole
 from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
@@ -121,7 +121,8 @@ def load_head(
         load_exactly(head, saved)
         head.check_loaded()
     except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+        problems = one_line(error, 5 * LONGEST_REASON)
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {problems}") from error
 
     # 4. The metadata.
     metadata = CheckpointMetadata(**{name: section[key] for name, key in SECTION_KEYS.items()})
@@ -537,6 +538,6 @@ def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) ->
             continue  # written before the option existed: servers read the same
         if ours != theirs:
             raise ValueError(
-                f"{folder / CONFIG_FILE}: {name} is {shown(theirs)} for servers, and by the section"
-                f" 'headstart' {shown(ours)}: one of them was changed"
+                f"{folder / CONFIG_FILE}: {one_line(name)} is {shown(theirs)} for servers, and by"
+                f" the section 'headstart' {shown(ours)}: one of them was changed"
             )

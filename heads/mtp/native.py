@@ -307,6 +307,10 @@ def head_of_tensors(
         expected_shape = tuple(expected[name].shape)
         if shape != expected_shape:
             problems.append(f"tensor {named[name]!r} of shape {shape} instead of {expected_shape}")
+        elif not state[name].is_floating_point():
+            problems.append(
+                f"tensor {named[name]!r} of {state[name].dtype}, which holds no weights"
+            )
         elif not state[name].isfinite().all():
             problems.append(f"tensor {named[name]!r} has values that are infinite or not numbers")
     if problems:

@@ -37,7 +37,7 @@ from ...extras import require_extra
 from ...files import at_home, one_line, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
-from ...options import did_you_mean
+from ...options import did_you_mean, shown
 
 log = logging.getLogger(__name__)
 
@@ -244,24 +244,27 @@ def refuse_vast(config: dict[str, Any]) -> None:
             )
 
 
-def _refuse_wider(config: PreTrainedConfig, folder: Path, gguf: str | None) -> None:
-    """Refuse a matrix that the files here cannot hold.
+def _refuse_larger(config: PreTrainedConfig, folder: Path, gguf: str | None) -> None:
+    """Refuse a model that the files here cannot hold.
 
     Transformers would draw all of it at random before it compares shapes.
 
     Raises:
-        ValueError: the widths that its config says, and the bytes of its files.
+        ValueError: the sizes that its config says, and the bytes of its files.
     """
     files = [folder / gguf] if gguf else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     size = sum(file.stat().st_size for file in files if file.is_file())
     text = config.get_text_config()
-    widths = {}
-    for name in ("hidden_size", "intermediate_size", "vocab_size"):
-        width = getattr(text, name, 0)
-        widths[name] = width if type(width) is int else 0
-    # The smallest weights have a bit. Of a Hub id no file is here yet, and size is 0.
-    if widths["hidden_size"] * max(widths.values()) > 8 * size > 0:
-        raise ValueError(f"its config says {widths}, and its weight files have {size:,} bytes")
+    sizes = {}
+    for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+        number = getattr(text, name, 0)
+        sizes[name] = number if type(number) is int else 0
+    # A weight of a matrix takes a bit at least, and each layer has a norm, which is not packed. Of
+    # a Hub id no file is here yet, and size is 0.
+    width = sizes["hidden_size"]
+    vast = width * max(sizes.values()) > 8 * size or width * sizes["num_hidden_layers"] > size
+    if size and vast:
+        raise ValueError(f"its config says {sizes}, and its weight files have {size:,} bytes")
 
 
 def model_loader(config: PreTrainedConfig) -> Any:
@@ -384,16 +387,19 @@ def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
     """The tokens at which a generation config ends a text.
 
     Raises:
-        ValueError: other things than token ids.
+        ValueError: other things than token ids in any place of it for them.
     """
-    configured = generation.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    if not all(token is None or type(token) is int for token in listed):
-        raise ValueError(
-            f"eos_token_id of the generation config must be a token id or a list of them, not"
-            f" {configured!r}"
-        )
-    return frozenset(token for token in listed if token is not None)
+    ends: frozenset[int] = frozenset()
+    for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id", "eos_token_id"):
+        configured = getattr(generation, name, None)
+        listed = configured if isinstance(configured, list) else [configured]
+        if not all(token is None or type(token) is int for token in listed):
+            raise ValueError(
+                f"{name} of the generation config must be a token id or a list of them, not"
+                f" {shown(configured)}"
+            )
+        ends = frozenset(token for token in listed if token is not None)
+    return ends
 
 
 def load_model(
@@ -436,7 +442,7 @@ def load_model(
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}
     with reading("target model", source):
-        _refuse_wider(config, Path(folder), gguf)
+        _refuse_larger(config, Path(folder), gguf)
         model, report = loader.from_pretrained(
             folder, dtype=dtype, revision=revision, output_loading_info=True, **given
         )
@@ -445,6 +451,8 @@ def load_model(
                 f"the file lacks {len(report['missing_keys'])} of the model's tensors, such as"
                 f" {min(report['missing_keys'])!r}, which would be random numbers"
             )
+        if model.generation_config is not None:
+            end_tokens_of(model.generation_config)
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors waits for the first forward of the whole model; blocks are read and run
         # before one.

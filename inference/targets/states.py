@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...files import BROKEN, one_line
 from ..cache.kv_cache import CacheInterface, StateShape
 from ..cache.state_cache import CachedLayer, RowState, StatefulInterface
 
@@ -87,10 +88,10 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
             output = model(input_ids=token_11, **_positions(model, 0, 1), use_cache=True)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (LookupError, NotImplementedError, RuntimeError, *BROKEN) as error:
         raise ValueError(
             f"{name} of transformers {transformers_version} fails on one token with a cache of its"
-            f" own, with {type(error).__name__}: {str(error)[:200]}; try another version of"
+            f" own, with {type(error).__name__}: {one_line(error)}; try another version of"
             " transformers"
         ) from error
 

@@ -42,7 +42,7 @@ TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
     SyntaxError,
 )
 """Errors that a template's code raises for messages that it was not written for."""

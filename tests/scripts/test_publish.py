@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from messages import refused
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.heads import CheckpointMetadata, build_head
@@ -322,14 +323,21 @@ def test_a_push_opens_no_target_that_a_checkpoint_names(made, monkeypatch):
         {"speculators_model_type": ["eagle3"]},
         {"transformer_layer_config": {"rope_parameters": 3}},
         {"draft_vocab_size": "x"},
+        {"transformer_layer_config": {"tie_word_embeddings": 3}},
+        {"d2t": (8, 5)},
     ],
 )
 def test_what_cannot_be_imported_is_named_in_one_line(change, taught, made, tmp_path):
-    _, folder = made("eagle3")
+    _, folder = made("eagle3", draft_vocab_size=40)
     out = tmp_path / "out"
     export_foreign(ExportConfig(str(folder), "speculators", str(out), str(taught)))
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, **change}))
+    if "d2t" in change:
+        tensors = load_file(out / "model.safetensors")
+        tensors["d2t"] = tensors["d2t"].view(change["d2t"])
+        save_file(tensors, out / "model.safetensors")
+    else:
+        (out / "config.json").write_text(json.dumps({**config, **change}))
     with refused(f"'{out}'") as caught:
         import_foreign(ImportConfig(str(out), str(taught), str(tmp_path / "back")))
     assert "\n" not in str(caught.value)

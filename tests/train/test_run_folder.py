@@ -17,7 +17,13 @@ from headstart.files import write_whole
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, OptimConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
-from headstart.train.run_folder import Progress, RunFolder, earlier_options, whole_checkpoints
+from headstart.train.run_folder import (
+    Progress,
+    RunFolder,
+    as_begun,
+    earlier_options,
+    whole_checkpoints,
+)
 
 
 def config(target, folder):
@@ -111,6 +117,30 @@ def test_a_broken_file_of_a_run_that_resumes_is_named(tmp_path, name, text):
     with refused(name) as caught:
         earlier_options(run.folder) if name == "config.yaml" else run.changes()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("value", [0, "x", "\x1b[2J" * 999])
+def test_a_format_that_a_run_cannot_have_begun_with_is_named(tmp_path, value):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.claim(config("target", run.folder))
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").touch()
+    path = run.folder / "config.yaml"
+    options = yaml.safe_load(path.read_text())
+    options["loop"]["precision"] = value
+    path.write_text(yaml.safe_dump(options))
+    with refused(f"{path} loop.precision") as caught:
+        as_begun(config("target", run.folder))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["changes.jsonl", "log.jsonl", "config.yaml", "inputs.json"])
+def test_a_named_pipe_in_a_runs_folder_is_refused_and_not_waited_for(tmp_path, name):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    os.mkfifo(run.folder / name)
+    with refused(f"{run.folder / name} pipe"):
+        run.claim(config("target", run.folder))
 
 
 def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):

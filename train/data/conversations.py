@@ -45,6 +45,7 @@ from ...files import (
     cache_folder,
     one_line,
     read_json,
+    reading_back,
     refuse_pipes,
     text_shards,
 )
@@ -190,7 +191,8 @@ class Source:
                     yield parsed_line(self.name, number, text)
             return
         for start in range(0, len(self.rows), BATCH):
-            batch = self.rows[start : start + BATCH]
+            with reading_back(self.name, "write it again"):
+                batch = self.rows[start : start + BATCH]
             yield from self.reader.values(batch, range(start, min(start + BATCH, len(self.rows))))
 
 

@@ -408,7 +408,7 @@ def cached_sequences(
             files = [entry / Path(name).name for name in manifest["files"]]
             rows_read = operator.index(manifest["rows"])
             truncated += operator.index(manifest["truncated"])
-            digests.append(str(manifest["digest"]))
+            digests.append(bytes.fromhex(manifest["digest"]).hex())
             of_tokens = np.lib.format.open_memmap(require_regular(entry / "counts.npy"), mode="r")
             counts.append(of_tokens.astype(np.int64, casting="safe"))
             if counts[-1].ndim != 1 or not files:

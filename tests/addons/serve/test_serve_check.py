@@ -160,6 +160,7 @@ def test_what_cannot_be_compared_is_refused(
         "",
         "[1, 2]",
         "5",
+        "[" * 100_000,
         '{"runs": 5}',
         '{"runs": [], "version": "1"}',
         '{"runs": [{}], "version": "1"}',

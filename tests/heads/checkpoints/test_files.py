@@ -92,6 +92,19 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
         read_weights(head)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\nb", "\x1b[2J"])
+def test_a_tensor_whose_name_cannot_be_shown_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.ones(2)}, path)
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {name: path.name}}))
+    for read in (read_weights, weight_shapes, lambda folder: files_of_tensors(path)):
+        with refused(f"{path} tensor") as caught:
+            read(tmp_path)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+    with refused(f"{tmp_path / 'index.json'} tensor"):
+        files_of_tensors(tmp_path / "index.json")
+
+
 @pytest.mark.parametrize("name", ["../else.safetensors", "/else.safetensors", ".", "\0"])
 def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
     index = tmp_path / "model.safetensors.index.json"

@@ -264,6 +264,27 @@ def test_weights_that_lie_elsewhere_are_not_published(tmp_path: Path) -> None:
         published(folder, tmp_path / "ready")
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"trees": 3},
+        {"trees": {"chain": {"acceptance_length": [1], "interval": [1, 2]}}, "prompts": 1},
+        {"default": {"speedup": {"a": "x"}, "hardware": "y"}},
+        {"default": {"speedup": {"a": 1.5}, "hardware": "y"}, "accuracy": float("nan")},
+    ],
+)
+def test_measurements_of_others_that_make_no_card_are_told_in_one_line(
+    tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    _, folder = made("medusa", tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["headstart"]["measured"] = measured
+    (folder / "config.json").write_text(json.dumps(config))
+    with refused("the head's config.json") as caught:
+        published(folder, tmp_path / "ready")
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("base_model", [None, "org/base"])
 def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
     base_model: str | None, tmp_path: Path

@@ -56,6 +56,7 @@ def test_a_file_of_paths_is_read_in_any_order(tmp_path):
         ([[-1]], "each an integer from 0"),
         ([[]], "at least one rank"),
         ([["0"]], "each an integer"),
+        ([["0" * 9000]], r"tree path \[.{1,300} must hold"),
     ],
 )
 def test_paths_that_are_no_tree_are_refused(paths, message):

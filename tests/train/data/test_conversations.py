@@ -146,6 +146,11 @@ def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp
     ]
 
 
+def test_a_folder_without_data_is_named(tmp_path):
+    with refused(f"'{tmp_path}'"):
+        read_conversations(str(tmp_path))
+
+
 @pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
 def test_tools_may_be_the_text_of_their_schemas(tools):
     assert check_conversation({"messages": MESSAGES, "tools": tools}, "here")["tools"] == [CALL]
@@ -159,6 +164,8 @@ def test_tools_may_be_the_text_of_their_schemas(tools):
             "JSON",
         ),
         ({"messages": MESSAGES, "tools": "{"}, "'tools' JSON"),
+        ({"messages": MESSAGES, "tools": ["{"]}, "here 'tools' JSON"),
+        ({"messages": MESSAGES, "tools": "[" * 100_000}, "'tools' JSON"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "0 'robot'"),
         ({"conversations": [{"from": "gpt"}]}, "0 needs 'from' 'value'"),
         ({"conversations": "hi"}, "'conversations' {'from' 'value' ...}"),

@@ -12,10 +12,13 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from helpers import split_examples
 from messages import refused
 from runs import files_of_at_most
@@ -25,7 +28,9 @@ from headstart.train.data import token_cache
 from headstart.train.data.conversations import open_sources, read_conversations
 from headstart.train.data.split import rendering, split_cache
 from headstart.train.data.token_cache import (
+    FEATURES,
     Rendering,
+    TokenizedSequences,
     answers_of,
     cached_sequences,
     count_answer_tokens,
@@ -345,3 +350,45 @@ def test_a_broken_schema_is_named(config, opened):
     path.write_bytes(path.read_bytes().replace(b'"feature"', b'"featurx"'))
     with refused(f"{path}"):
         opened()
+
+
+def rewritten(path, change):
+    """Write changed columns to a file of sequences."""
+    columns = Dataset.from_file(str(path)).to_dict()
+    change(columns)
+    rows = Dataset.from_dict(columns, FEATURES if set(columns) == set(FEATURES) else None)
+    with ArrowWriter(path=str(path), features=rows.features) as writer:
+        writer.write_table(rows.data.table)
+
+
+@pytest.mark.parametrize("part", ["offset", "half", "column", "mask"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_broken_file_of_sequences_is_named_and_ends_no_process(config, opened, part, whole):
+    opened()
+    folder = folders(config)[0]
+    path = next(folder.glob("*.arrow"))
+    if part == "offset":
+        offsets = Dataset.from_file(str(path)).data.table.column("tokens").chunk(0).offsets
+        begin = offsets.to_numpy()[:4].tobytes()
+        path.write_bytes(path.read_bytes().replace(begin, begin[:12] + b"\xff\xff\xff\x7f"))
+    elif part == "half":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif part == "column":
+        rewritten(path, lambda columns: columns.pop("opens"))
+    else:
+        rewritten(path, lambda columns: columns["loss_mask"][0].pop())
+    if not whole:  # as a start that was killed leaves it
+        (folder / "manifest.json").unlink()
+    with refused(f"{path} {folder}"):
+        opened()
+
+
+@pytest.mark.parametrize("token", [10**6, -3])
+def test_tokens_that_a_cache_has_not_counted_are_refused(config, opened, token):
+    opened()
+    path = next(folders(config)[0].glob("*.arrow"))
+    rewritten(path, lambda columns: columns["tokens"][-1].__setitem__(-1, token))
+    cache = opened()
+    all_but_one = np.setdiff1d(np.arange(len(cache.rows)), [len(Dataset.from_file(str(path))) - 1])
+    with refused("remove"):
+        count_answer_tokens(TokenizedSequences(cache, all_but_one), 258)

@@ -202,7 +202,7 @@ def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", "{}", '{"text": 3}', '{"text": [1.5]}', "[" * 100_000]
+    "text", ["{", "[1]", "{}", '{"text": 3}', '{"text": {}}', '{"text": [1.5]}', "[" * 100_000]
 )
 def test_a_broken_answer_is_named(stored, text):
     paths = list((Path(stored.features.folder) / "answers").iterdir())
