@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import LONGEST_REASON, at_home, one_line, reading_back, write_whole
+from ...files import BROKEN, LONGEST_REASON, at_home, one_line, reading_back, write_whole
 from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
@@ -430,7 +431,7 @@ def build_unloaded(
             return build_head(name, options, target)
     except ValueError:
         raise
-    except (RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (StrictDataclassError, RuntimeError, *BROKEN) as error:
         # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an
         # unknown type.
         reason = one_line(f"{type(error).__name__}: {error}".splitlines()[0])

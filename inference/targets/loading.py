@@ -262,7 +262,12 @@ def _refuse_larger(config: PreTrainedConfig, folder: Path, gguf: str | None) -> 
     # A weight of a matrix takes a bit at least, and each layer has a norm, which is not packed. Of
     # a Hub id no file is here yet, and size is 0.
     width = sizes["hidden_size"]
-    vast = width * max(sizes.values()) > 8 * size or width * sizes["num_hidden_layers"] > size
+    layers = sizes["num_hidden_layers"]
+    vast = width * max(sizes.values()) > 8 * size or width * layers > size
+    if gguf:
+        with files[0].open("rb") as file:
+            header = file.read(16)  # four letters, four bytes of the version, eight of a number
+        vast = vast or layers > int.from_bytes(header[8:], "little")  # of its tensors
     if size and vast:
         raise ValueError(f"its config says {sizes}, and its weight files have {size:,} bytes")
 

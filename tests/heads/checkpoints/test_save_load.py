@@ -596,6 +596,11 @@ def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
     assert len(str(caught.value)) < 1000
 
 
+def test_a_rotary_embedding_that_transformers_refuses_is_named(tmp_path: Path) -> None:
+    with refused("options eagle3 head_dim"):
+        checkpoint.build_unloaded("eagle3", {"head_dim": 255}, replace(INFO, num_layers=8), 1000)
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_is_compared_with_its_file_without_its_memory(kind: str, tmp_path: Path) -> None:
     """On the meta device, which has no values: no head's constructor may need any."""

@@ -194,6 +194,7 @@ def test_a_gguf_file_that_is_cut_or_lies_is_named(tmp_path, cut, begin):
     [
         (None, "lacks 9 tensors"),
         (20_000, "num_hidden_layers 20000"),
+        (92, "'num_hidden_layers' 92 weight files bytes"),
         (3, "'hidden_size' 10000000 weight files bytes"),
     ],
 )

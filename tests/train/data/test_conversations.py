@@ -164,7 +164,7 @@ def test_tools_may_be_the_text_of_their_schemas(tools):
             "JSON",
         ),
         ({"messages": MESSAGES, "tools": "{"}, "'tools' JSON"),
-        ({"messages": MESSAGES, "tools": ["{"]}, "here 'tools' JSON"),
+        ({"messages": MESSAGES, "tools": ["{"]}, "there 'tools' JSON"),
         ({"messages": MESSAGES, "tools": "[" * 100_000}, "'tools' JSON"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "0 'robot'"),
         ({"conversations": [{"from": "gpt"}]}, "0 needs 'from' 'value'"),
