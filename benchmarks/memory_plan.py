@@ -50,6 +50,11 @@ MIB = 2**20
 SHORT = 64
 """Tokens of a row; longer rows are read one at a time."""
 MOMENTS = ("training", "evaluation", "saving")
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
+    "dflash": {"type": "dflash", "num_layers": 2, "feature_layers": [0], "block_size": 8},
+    "medusa": {"type": "medusa", "num_heads": 4, "num_layers": 4},
+}
 
 
 def make_inputs(folder: Path, length: int) -> None:
@@ -68,12 +73,17 @@ def make_inputs(folder: Path, length: int) -> None:
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "target")
-    rows = [[2 + (7 * row + place) % 2000 for place in range(length)] for row in range(17)]
-    make_rows(folder, folder / "target", rows)
+    for size in {SHORT, length}:
+        rows = [[2 + (7 * row + place) % 2000 for place in range(size)] for row in range(17)]
+        make_rows(folder / f"rows-{size}.jsonl", folder / "target", rows)
 
 
-def make_rows(folder: Path, target: Path, rows: list[list[int]]) -> None:
-    """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens."""
+def make_rows(path: Path, target: Path, rows: list[list[int]]) -> None:
+    """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens.
+
+    Prompts have 8 tokens and, in every second row, all but the last 32: an evaluation of long rows
+    has both many drafts to judge and long prompts to answer.
+    """
     words = Tokenizer(
         models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1")
     )
@@ -81,11 +91,12 @@ def make_rows(folder: Path, target: Path, rows: list[list[int]]) -> None:
         tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w1"
     )
     fast.save_pretrained(target)
-    lines = [
-        json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(len(row))]})
-        for row in rows
-    ]
-    (folder / f"rows-{target.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = []
+    for number, row in enumerate(rows):
+        prompt = 8 if number % 2 == 0 else len(row) - 32
+        loss_mask = [place >= prompt for place in range(len(row))]
+        lines.append(json.dumps({"input_ids": row, "loss_mask": loss_mask}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def make_outer_modules(folder: Path) -> None:
@@ -107,7 +118,8 @@ def make_outer_modules(folder: Path) -> None:
     target = folder / "target-8b"
     shape.save_pretrained(target)
     # A draft vocabulary has no more tokens than the answers: these are all different.
-    make_rows(folder, target, [[2 + 56 * row + place for place in range(64)] for row in range(600)])
+    rows = [[2 + 56 * row + place for place in range(64)] for row in range(600)]
+    make_rows(folder / "rows-8b.jsonl", target, rows)
     torch.manual_seed(0)
     # 64 times over: all of it would take a minute
     some_VD = 0.02 * torch.randn(2004, 4096).bfloat16()
@@ -141,10 +153,10 @@ def config_of_8b(folder: Path) -> TrainConfig:
     changes = {
         "target": folder / "target-8b",
         "output": folder / STORED,
-        "data.sources": f"[{folder / 'rows-target-8b.jsonl'}]",
+        "data.sources": f"[{folder / 'rows-8b.jsonl'}]",
         "data.max_length": 64,
         "data.held_out": 0.01,
-        "data.cache": folder / "rows-8b",
+        "data.cache": folder / "tokens-8b",
         "features.mode": "stored",
         "features.folder": folder / "states",
         "loop.max_steps": 2,
@@ -164,33 +176,31 @@ def config_of_8b(folder: Path) -> TrainConfig:
 
 
 def config_of(folder: Path, name: str, head: str, length: int) -> TrainConfig:
-    """A run of four steps, with an evaluation and a checkpoint at the end."""
-    heads = {
-        "eagle3": {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
-        "medusa": {"type": "medusa", "num_heads": 4, "num_layers": 4},
-    }
+    """A run with an evaluation and a checkpoint at the end: four steps of four rows, or two of two
+    long ones."""
+    short = length == SHORT
     return TrainConfig(
         target=str(folder / "target"),
         output=str(folder / name),
-        head=heads[head],
+        head=HEADS[head],
         dtype="float32",
         data=DataConfig(
-            sources=[str(folder / "rows-target.jsonl")],
+            sources=[str(folder / f"rows-{length}.jsonl")],
             max_length=length,
-            held_out=0.05,
-            cache=str(folder / "rows"),
+            held_out=0.25,
+            cache=str(folder / "tokens"),
         ),
         loop=LoopConfig(
-            max_steps=4,
-            batch_size=4,
-            micro_batch=None if length == SHORT else 1,
+            max_steps=4 if short else 2,
+            batch_size=4 if short else 2,
+            micro_batch=None if short else 1,
             precision="float32",
             log_every=1,
             eval_every=0,
             save_every=0,
             timeout=5.0,
         ),
-        eval=EvalConfig(prompts=1, max_new_tokens=4, conversations=1, nodes=4),
+        eval=EvalConfig(prompts=4, max_new_tokens=4, conversations=4, nodes=4),
     )
 
 
@@ -250,8 +260,8 @@ def peaks_of(
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Planned bytes of a launch, and the largest of its processes' peaks in MiB, by moment."""
     name = launched.replace(":", "-")
-    small = config_of(folder, name, head, length)
-    config = small
+    small = config_of(folder, name, head, SHORT)
+    config = config_of(folder, name, head, length)
     if launched == STORED:
         make_outer_modules(folder)
         config = config_of_8b(folder)
@@ -281,7 +291,7 @@ def main(arguments: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--launch", choices=(*LAUNCHES, STORED), help="only this one")
-    parser.add_argument("--head", choices=("eagle3", "medusa"), default="eagle3")
+    parser.add_argument("--head", choices=tuple(HEADS), default="eagle3")
     parser.add_argument("--length", type=int, default=SHORT, help="tokens of a row")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
