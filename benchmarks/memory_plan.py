@@ -39,6 +39,7 @@ from headstart.inference.feature_cache import key_of
 from headstart.scripts.command_line import options, run
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
+from headstart.train.data.split import split_held_out
 from headstart.train.engines import resolved, start
 from headstart.train.features.online import open_cache
 from headstart.train.memory_plan import plan_run
@@ -49,6 +50,9 @@ STORED = "8b"
 MIB = 2**20
 SHORT = 64
 """Tokens of a row; longer rows are read one at a time."""
+ROWS = 17
+"""Rows of the data; HELD_OUT of them are evaluated on."""
+HELD_OUT = 0.25
 MOMENTS = ("training", "evaluation", "saving")
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
@@ -63,8 +67,8 @@ def make_inputs(folder: Path, length: int) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=2048,
-        hidden_size=1536,
-        intermediate_size=6144,
+        hidden_size=768,
+        intermediate_size=3072,
         num_hidden_layers=2,
         num_attention_heads=12,
         num_key_value_heads=4,
@@ -73,16 +77,17 @@ def make_inputs(folder: Path, length: int) -> None:
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "target")
+    # An evaluation has both many drafts to judge and long prompts to answer.
+    _, held_out = split_held_out(range(ROWS), HELD_OUT, LoopConfig().seed)
     for size in {SHORT, length}:
-        rows = [[2 + (7 * row + place) % 2000 for place in range(size)] for row in range(17)]
-        make_rows(folder / f"rows-{size}.jsonl", folder / "target", rows)
+        rows = [[2 + (7 * row + place) % 2000 for place in range(size)] for row in range(ROWS)]
+        make_rows(folder / f"rows-{size}.jsonl", folder / "target", rows, held_out[::2])
 
 
-def make_rows(path: Path, target: Path, rows: list[list[int]]) -> None:
+def make_rows(path: Path, target: Path, rows: list[list[int]], long_prompts: list[int]) -> None:
     """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens.
 
-    Prompts have 8 tokens and, in every second row, all but the last 32: an evaluation of long rows
-    has both many drafts to judge and long prompts to answer.
+    Prompts have 8 tokens, and those of the rows `long_prompts` all but the last 32.
     """
     words = Tokenizer(
         models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1")
@@ -93,7 +98,7 @@ def make_rows(path: Path, target: Path, rows: list[list[int]]) -> None:
     fast.save_pretrained(target)
     lines = []
     for number, row in enumerate(rows):
-        prompt = 8 if number % 2 == 0 else len(row) - 32
+        prompt = len(row) - 32 if number in long_prompts else 8
         loss_mask = [place >= prompt for place in range(len(row))]
         lines.append(json.dumps({"input_ids": row, "loss_mask": loss_mask}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -119,7 +124,7 @@ def make_outer_modules(folder: Path) -> None:
     shape.save_pretrained(target)
     # A draft vocabulary has no more tokens than the answers: these are all different.
     rows = [[2 + 56 * row + place for place in range(64)] for row in range(600)]
-    make_rows(folder / "rows-8b.jsonl", target, rows)
+    make_rows(folder / "rows-8b.jsonl", target, rows, [])
     torch.manual_seed(0)
     # 64 times over: all of it would take a minute
     some_VD = 0.02 * torch.randn(2004, 4096).bfloat16()
@@ -187,7 +192,7 @@ def config_of(folder: Path, name: str, head: str, length: int) -> TrainConfig:
         data=DataConfig(
             sources=[str(folder / f"rows-{length}.jsonl")],
             max_length=length,
-            held_out=0.25,
+            held_out=HELD_OUT,
             cache=str(folder / "tokens"),
         ),
         loop=LoopConfig(
