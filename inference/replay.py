@@ -147,8 +147,12 @@ class ReplayTarget(Target):
 
         The target reads them.
         """
-        parts = texts_RT.split(max(1, TOKENS_AT_ONCE // texts_RT.shape[1]))
-        return torch.cat([self.original.read(part.clamp(min=0), layers)[0].cpu() for part in parts])
+        width = len(layers) * self.info.hidden_size
+        features_RTF = torch.empty(*texts_RT.shape, width, dtype=self.dtype)
+        rows = max(1, TOKENS_AT_ONCE // texts_RT.shape[1])
+        for texts, features in zip(texts_RT.split(rows), features_RTF.split(rows), strict=True):
+            features.copy_(self.original.read(texts.clamp(min=0), layers)[0])
+        return features_RTF
 
     def keep(self, prompt_T: Tensor, text_T: Tensor) -> None:
         """Know a text that begins with a prompt."""

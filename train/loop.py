@@ -602,7 +602,8 @@ def gradients(
             clock.part("head")
             with autocast(accelerator, state.config.loop.precision), record_function("head"):
                 output = module(*arguments)
-            outputs.append(output)
+            # Without the graph, whose views hold keys and values that no backward frees.
+            outputs.append(output._replace(loss=output.loss.detach()))
             # DeepSpeed's last backward makes the optimizer step: a loss that is not finite must be
             # noticed before it.
             if deepspeed and last:
@@ -610,6 +611,7 @@ def gradients(
                 check_finite("loss", loss, batches, step, state)
             with record_function("head, backward"):
                 accelerator.backward(output.loss * scale)
+            del output, arguments  # before the next forward makes its own
 
     # 2. Clip, and agree with the other processes.
     clock.part("optimizer")
@@ -753,7 +755,7 @@ def agreed(
     accelerator: Accelerator, outputs: list[HeadOutput], wishes: Wishes, norm: Tensor | None = None
 ) -> tuple[float, float, Wishes]:
     """Return the loss summed over processes, the gradient norm, and what any process wishes."""
-    loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+    loss = torch.stack([output.loss for output in outputs]).sum()
     # Filled on the device: a copy from the host would wait for it.
     flags = [torch.full_like(loss, float(wish)) for wish in (wishes.stop, wishes.save)]
     # One exchange of three numbers: [loss, processes that wish to stop, that wish to save].

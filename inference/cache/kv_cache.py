@@ -28,6 +28,7 @@ accepted, R rows, N nodes.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -410,7 +411,9 @@ class TreeLayer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self.cache = cache
+        # Weakly: in a cycle of references, a dropped cache would keep its memory until the garbage
+        # collector runs.
+        self.cache: TreeCache = weakref.proxy(cache)
         self.index = index
 
     def update(

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from headstart.heads import MedusaHead, build_head
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
+from headstart.heads.dflash.head import AnchorView
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command_line import options as options_of
 from headstart.stopping import Stopped
@@ -87,6 +89,24 @@ def test_the_loss_falls_at_every_depth(undisturbed):
     for depth in range(2):
         first, last = (sum(row[depth] for row in rows) / 8 for rows in (losses[:8], losses[-8:]))
         assert last < 0.7 * first
+
+
+def test_a_forward_leaves_no_keys_and_values_to_the_next(options, monkeypatch):
+    """Neither to that of the same step, nor to an evaluation, nor to the step that is logged."""
+    alive = weakref.WeakSet()
+    forwards = []
+    init = AnchorView.__init__
+
+    def made(view, *given):
+        forwards.append(len(alive))
+        alive.add(view)
+        init(view, *given)
+
+    monkeypatch.setattr(AnchorView, "__init__", made)
+    head = {"type": "dflash", "block_size": 3, "mask_token_id": 1, "feature_layers": [0]}
+    steps = dataclasses.replace(options.loop, max_steps=2, micro_batch=1, log_every=8)
+    train(dataclasses.replace(options, head=head, loop=steps))
+    assert len(forwards) > 2 * 2 and set(forwards) == {0}
 
 
 @pytest.mark.versions

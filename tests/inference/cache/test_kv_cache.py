@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
+import weakref
 from itertools import product
 
 import pytest
@@ -59,6 +61,17 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
             cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET
             and cache.capacity % BUCKET == 0
         )
+
+
+def test_a_dropped_cache_frees_its_memory_at_once():
+    cache = cache_with_trees(2)
+    block = weakref.ref(cache.keys[0].untyped_storage())
+    gc.disable()
+    try:
+        del cache
+        assert block() is None
+    finally:
+        gc.enable()
 
 
 def test_the_free_memory_of_a_system_other_than_linux(monkeypatch, tmp_path):
