@@ -122,8 +122,7 @@ def load_head(
         load_exactly(head, saved)
         head.check_loaded()
     except ValueError as error:
-        problems = one_line(error, 5 * LONGEST_REASON)
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {problems}") from error
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
 
     # 4. The metadata.
     metadata = CheckpointMetadata(**{name: section[key] for name, key in SECTION_KEYS.items()})
@@ -378,7 +377,7 @@ def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
     """Load tensors whose names and shapes must be the head's own.
 
-    The ValueError names all that are not.
+    The ValueError names those that are not, up to its longest.
     """
     expected = head.state_dict()
     _refuse_other_shapes(
@@ -399,7 +398,7 @@ def _refuse_other_shapes(
         if name in saved and saved[name] != expected[name]
     ]
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError(one_line("; ".join(problems), 5 * LONGEST_REASON))
 
 
 def build_unloaded(

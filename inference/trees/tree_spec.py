@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
-from ...files import at_home, parse_json, read_json
+from ...files import at_home, one_line, parse_json, read_json
 from ...options import shown
 
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
@@ -335,7 +335,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
                 raise ValueError("a tree is a list of paths")
             return TreeShape.from_paths(paths)
         except ValueError as error:
-            name = tree[:80] if literal else str(file)
+            name = one_line(tree[:80]) if literal else str(file)
             raise ValueError(
                 f"{name} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
             ) from error

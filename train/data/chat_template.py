@@ -328,7 +328,9 @@ def joined(
     try:
         prompt_tokens, whole = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     except TypeError as error:  # half of a surrogate pair, which JSON may hold and UTF-8 may not
-        raise ValueError(f"the tokenizer cannot read the text: {error}") from error
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} cannot read the text: {error}"
+        ) from error
     if whole[: len(prompt_tokens)] == prompt_tokens:
         return prompt_tokens, whole[len(prompt_tokens) :]
 

@@ -52,6 +52,7 @@ from ...files import (
     read_json,
     read_json_lines,
     reading_back,
+    refuse_pipes,
     require_regular,
     write_whole,
 )
@@ -466,6 +467,7 @@ def _make(
             " processes"
         )
     folder.mkdir(exist_ok=True)
+    refuse_pipes(folder)
 
     # 1. Tokenize, in several processes. `datasets` writes a file for each and skips those that an
     # earlier start has completed: it finds them by name and fingerprint.

@@ -383,6 +383,19 @@ def test_a_broken_file_of_sequences_is_named_and_ends_no_process(config, opened,
         opened()
 
 
+@pytest.mark.parametrize("name", ["counts.npy", "unused.jsonl"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_named_pipe_in_a_folder_is_refused_and_not_waited_for(config, opened, name, whole):
+    opened()
+    folder = folders(config)[0]
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if not whole:
+        (folder / "manifest.json").unlink()
+    with refused(f"{folder / name} pipe"):
+        opened()
+
+
 @pytest.mark.parametrize("token", [10**6, -3])
 def test_tokens_that_a_cache_has_not_counted_are_refused(config, opened, token):
     def change(columns):
