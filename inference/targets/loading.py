@@ -308,9 +308,10 @@ def unloaded_model(
     """
     from accelerate import init_empty_weights
 
-    with reading("target model", source), init_empty_weights(include_buffers=False):
+    with reading("target model", source):
         loader = model_loader(config)
-        model = cast(PreTrainedModel, loader.from_config(config, dtype=dtype, **options))
+        with init_empty_weights(include_buffers=False):
+            model = cast(PreTrainedModel, loader.from_config(config, dtype=dtype, **options))
         model.tie_weights()  # on the meta device shared parameters are made twice
     return model
 
