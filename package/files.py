@@ -58,9 +58,11 @@ def printable(text: str) -> str:
 def one_line(text: object, longest: int = LONGEST_REASON) -> str:
     """Return the words of others for an error: one line that can be printed, cut where it is long.
 
-    A lone surrogate, which no encoding holds, is shown as its number.
+    Characters that no font has, such as halves of surrogate pairs, are shown as their numbers.
     """
-    line = " ".join(printable(str(text)).split()).encode(errors="backslashreplace").decode()
+    line = " ".join(printable(str(text)).split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     return line if len(line) <= longest else f"{line[:longest]} ..."
 
 

@@ -96,7 +96,7 @@ def test_what_would_control_a_terminal_is_not_printed(text, shown):
 
 
 def test_words_of_others_are_one_short_line_that_can_be_printed():
-    assert one_line(ValueError("\x1b[2Ja\n b\r\u2028c\ud800")) == "a bc\\ud800"
+    assert one_line(ValueError("\x1b[2Ja\n b\r\u2028c\ud800\u1ad2")) == "a bc\\ud800\\u1ad2"
     assert one_line("x" * 5000) == "x" * LONGEST_REASON + " ..."
 
 

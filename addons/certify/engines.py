@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ...files import printable
+from ...files import one_line
 from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import generation_config_of, locate
@@ -398,7 +398,7 @@ class UnknownTokens(ValueError):
 
 def shortened(text: str) -> str:
     """The beginning of a server's text, in one line and without control characters."""
-    return " ".join(printable(text[: 2 * SHOWN]).split())[:SHOWN]
+    return one_line(text[: 2 * SHOWN], SHOWN)
 
 
 def _rows(reply: dict[str, Any], key: str) -> list[dict[str, Any]]:

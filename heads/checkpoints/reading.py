@@ -18,6 +18,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from ...options import shown
 from ..base import TargetInfo
+from ..layers.target_layer import check_layers
 from .tables import KINDS, LLAMA, NEEDED, Key, may_compute
 
 
@@ -227,6 +228,7 @@ def layer_keys(source: Source) -> Keys:
             f"{source.keys.where}: {where} has model_type {shown(kind)}, by which its defaults are"
             f" chosen; it must be {' or '.join(classes)}"
         )
+    check_layers(layer_config, f"{source.keys.where}: {where}")
     # Before the class adds keys of its own.
     aside = unknown_keys(LLAMA, layer_config, where, source.tensors, source.parts.config)
     source.unread.update(aside)

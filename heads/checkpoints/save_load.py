@@ -28,6 +28,7 @@ from ...options import shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids, with_trained_rows
+from ..layers.target_layer import MOST_LAYERS
 from .files import (
     CONFIG_FILE,
     HEAD,
@@ -482,7 +483,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-LARGEST = {"num_layers": 2**12}
+LARGEST = {"num_layers": MOST_LAYERS}
 """Largest dimensions of a target; 2^31 for all others. Larger values are mistakes or attacks."""
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig
+
+from ...options import shown
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`KVView.attend` of one layer: queries, keys and values to [B, H, T, E]."""
@@ -37,6 +39,8 @@ CANNOT = {
 }
 """Arguments of an attention function that a KV view has no counterpart for, if they are not
 None."""
+MOST_LAYERS = 2**12
+"""Most blocks of a target. Transformers makes lists as long as a config says."""
 UNLIKE_A_DECODER = (
     AttributeError,
     IndexError,
@@ -187,6 +191,19 @@ class _Rotary:
         }
 
 
+def check_layers(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config of more layers than any model has; errors begin with `where`.
+
+    Raises:
+        ValueError: the number.
+    """
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"{where} has num_hidden_layers {layers:.6g}, and a model may have {MOST_LAYERS:,}"
+        )
+
+
 def described(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a text config as JSON, in the form that `build_layers` takes.
 
@@ -279,7 +296,8 @@ def _config_of(config: dict[str, Any]) -> PreTrainedConfig:
     kind = str(keys.pop("model_type", None))
     known = ALIASES.get(kind, kind)
     if known not in CONFIG_MAPPING:
-        raise ValueError(f"this version of transformers knows no model_type {kind!r}")
+        raise ValueError(f"this version of transformers knows no model_type {shown(kind)}")
+    check_layers(keys, f"its model of type {known!r}")
     return AutoConfig.for_model(known, **keys)
 
 

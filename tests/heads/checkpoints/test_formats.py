@@ -857,6 +857,19 @@ def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_un
         import_head(config, tensors, INFO)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_layers_that_no_model_has_are_refused_before_they_are_listed(
+    tmp_path: Path, kind: str
+) -> None:
+    config, tensors = exported("speculators", drawn("eagle3", {"draft_vocab_size": 7}), tmp_path)
+    config["transformer_layer_config"] |= {"num_hidden_layers": 10**9, "model_type": kind}
+    with refused("transformer_layer_config num_hidden_layers 1e+09"):
+        import_head(config, tensors, INFO)
+    layer = {"model_type": kind, "num_hidden_layers": 10**9}
+    with refused("num_hidden_layers 1e+09"):
+        build_head("mtp", {"layer": layer}, INFO)
+
+
 def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(
     tmp_path: Path,
 ) -> None:
