@@ -1,5 +1,4 @@
-"""DSpark: its training is the decoding of true paths, siblings differ by their parents, confidence
-ends a chain."""
+"""DSpark: its loss is that of decoding along true paths, and confidence ends a chain."""
 
 from __future__ import annotations
 
@@ -86,28 +85,6 @@ def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
             * (decay_K * F.binary_cross_entropy(rate_K, overlap_K.detach(), reduction="none")).sum()
         )
     torch.testing.assert_close(head(features, objective).loss, total, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_children_depend_on_their_path(options):
-    head = build(options, name="dspark").eval()
-    features = batch(head)
-    state = head.begin(features.modules, 1, 40, head.max_depth, 4)
-    state = head.observe(
-        state, features.features_BTF[:1, :4], features.tokens_BT[:1, 1:5], torch.tensor([4])
-    )
-    root_11 = features.tokens_BT[:1, 4:5]
-    _, after = head.expand(state, root_11, torch.tensor([[-1]]))
-    wide_1WV, below = head.expand(after, torch.tensor([[3, 5]]), torch.tensor([[0, 0]]))
-    deep_1WV, _ = head.expand(below, torch.tensor([[7, 7]]), torch.tensor([[1, 0]]))
-    for place, (token, parent) in enumerate([(5, 1), (3, 0)]):
-        alone_11V, alone = head.expand(after, torch.tensor([[token]]), torch.tensor([[0]]))
-        torch.testing.assert_close(alone_11V[0, 0], wide_1WV[0, parent])
-        deeper_11V, _ = head.expand(alone, torch.tensor([[7]]), torch.tensor([[0]]))
-        torch.testing.assert_close(deeper_11V[0, 0], deep_1WV[0, place])
-    assert not torch.allclose(wide_1WV[0, 0], wide_1WV[0, 1])
-    remembers = head.config.markov == "rnn"
-    assert torch.allclose(deep_1WV[0, 0], deep_1WV[0, 1]) != remembers
 
 
 def test_a_chain_ends_where_the_head_expects_a_rejection():

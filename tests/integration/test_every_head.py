@@ -75,6 +75,17 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"block_size": DEPTH + 1},
         "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "num_layers": 1},
         "truncated": {"block_size": DEPTH + 1, "draft_vocab_size": 3, "num_layers": 2},
+        "windowed": {
+            "block_size": DEPTH + 1,
+            "num_layers": 2,
+            "sliding_window": 3,
+            "sliding_layers": [1],
+        },
+        "a window both ways": {
+            "block_size": DEPTH + 1,
+            "sliding_window": 2,
+            "sliding_causal": False,
+        },
         "as Llama": {
             "block_size": DEPTH + 2,
             "qk_norm": False,
@@ -539,6 +550,8 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
         for path, parameter in head.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {path}"
             assert parameter.grad.isfinite().all() and parameter.grad.any() == learns, path
+    places = [each.data_ptr() for each in (*head.parameters(), *target.model.parameters())]
+    assert len(set(places)) == len(places), "weights are shared with another layer or the target"
 
 
 @every_head

@@ -104,22 +104,6 @@ def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
         load_head("me/head", revision="v9")
 
 
-def test_a_server_that_is_busy_is_asked_again(hub: Hub, tmp_path: Path) -> None:
-    head, folder = made("eagle", tmp_path / "head")
-    seen: list[str] = []
-
-    def busy(handler: Handler) -> bool:
-        first = handler.command == "PUT" and handler.path not in seen
-        seen.append(handler.path)
-        if first:
-            handler.answer({"error": "busy"}, 503)
-        return first
-
-    hub.trouble = busy
-    push_folder(folder, "me/head", token="hf_x")
-    assert same(load_head("me/head")[0], head)
-
-
 def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_path: Path) -> None:
     first, folder = made("eagle", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")

@@ -9,7 +9,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,35 +236,6 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
 # What servers read.
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_config_has_the_keys_of_servers_and_a_section_of_ours(name: str, tmp_path: Path) -> None:
-    options = OPTIONS[name]
-    folder = save(
-        build(name, dtype=torch.bfloat16),
-        tmp_path / "head",
-        CheckpointMetadata(tree=[[0]], measured=MEASURED),
-    )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    section = config.pop("headstart")
-    assert config == {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": 16,
-        "vocab_size": 50,
-        "truncated_vocab_size": options.get("draft_vocab_size", 50),
-        "num_heads": options["num_heads"],
-        "num_hidden_layers": options.get("num_layers", 1),
-        "medusa_fc_bias": options.get("bias", True),
-        "original_lm_head": name == "shared",
-        "torch_dtype": "bfloat16",
-    }
-    assert (
-        section["head"] == "medusa" and section["tree"] == [[0]] and section["measured"] == MEASURED
-    )
-    assert options.items() <= section["options"].items()
-    assert section["target"] == asdict(INFO)
-
-
 def unmeasured() -> dict[str, Any]:
     """As `Stats` reports a depth that no path reached, and the interval of a single prompt."""
     nan = float("nan")
@@ -358,15 +329,6 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     config = json.loads(path.read_text(encoding="utf-8"))
     change(config)
     path.write_text(json.dumps(config), encoding="utf-8")
-
-
-def test_every_tensor_is_needed(tmp_path: Path) -> None:
-    head = build("truncated")
-    for key in head.state_dict():
-        folder = save(head, tmp_path / "head")
-        change_weights(folder, lambda tensors, key=key: tensors.pop(key))
-        with refused(f"missing '{key}'"):
-            load_head(folder)
 
 
 @pytest.mark.parametrize(

@@ -29,58 +29,10 @@ PACKED = torch.tensor([[1] * 40 + [2] * 1 + [3] * 109, [1] * 150])
 Kernel = Callable[[Tensor, list[Tensor], list[Tensor], "Tensor | None"], Tensor]
 
 
-def found_by(query_HE: Tensor, keys_SGE: Tensor, values_SGE: Tensor) -> Tensor:
-    """What one position's queries find among explicit keys, head by head: [H, E]."""
-    rows = []
-    for head, query_E in enumerate(query_HE):
-        group = head // (HEADS // GROUPS)
-        weights_S = (keys_SGE[:, group] @ query_E / math.sqrt(SIZE)).softmax(-1)
-        rows.append(weights_S @ values_SGE[:, group])
-    return torch.stack(rows)
-
-
 def attended(
     test: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]
 ) -> list[Tensor]:
     return [test.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
-
-
-@pytest.mark.parametrize("time", [1, 2, 7])
-def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: int) -> None:
-    """Position t at step s: the keys of step 0 up to t, and of steps 1 to s at t; values and
-    gradients."""
-    batch, steps = 2, 4
-    torch.manual_seed(0)
-
-    def draw(heads: int) -> Tensor:
-        return torch.randn(batch, heads, time, SIZE, dtype=torch.float64).requires_grad_()
-
-    entries = [(draw(HEADS), draw(GROUPS), draw(GROUPS)) for _ in range(steps)]
-    found = attended(TrainingTimeTest(1), 0, entries)
-    wanted = []
-    for step, (query, _, _) in enumerate(entries):
-        rows = torch.empty_like(query)
-        for row in range(batch):
-            for here in range(time):
-                first = [
-                    (entries[0][1][row, :, i], entries[0][2][row, :, i]) for i in range(here + 1)
-                ]
-                own = [
-                    (key[row, :, here], value[row, :, here])
-                    for _, key, value in entries[1 : step + 1]
-                ]
-                keys, values = (torch.stack(part) for part in zip(*first, *own, strict=True))
-                rows[row, :, here] = found_by(query[row, :, here], keys, values)
-        wanted.append(rows)
-    scales = [torch.randn_like(rows) for rows in wanted]
-    leaves = [leaf for entry in entries for leaf in entry]
-    gradients = [
-        torch.autograd.grad(sum((rows * scale).sum() for rows, scale in zip(side, scales)), leaves)
-        for side in (found, wanted)
-    ]
-    for ours, plain in ((found, wanted), gradients):
-        for mine, theirs in zip(ours, plain, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
