@@ -44,6 +44,7 @@ from headstart.inference.drafters.next_step import Choice, Record
 from headstart.inference.targets import dtypes
 from headstart.inference.tuning import machine
 from headstart.inference.tuning.round_costs import RoundCosts
+from headstart.stopping import Stopped
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.data.batches import collate
@@ -271,11 +272,14 @@ def changed() -> Callable[..., TrainConfig]:
     return change
 
 
-@pytest.fixture
-def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
-    """Asks runs in this process to stop after a step: `stop_after(monkeypatch, step)`."""
+@pytest.fixture(scope="session")
+def stopped_at() -> Callable[..., None]:
+    """Makes a run until SIGTERM comes after a step: `stopped_at(step, config)`.
 
-    def patch(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    `run` makes it, of the arguments after the step.
+    """
+
+    def stop(step: int, *given: Any, run: Callable[..., Any] = loop.train) -> None:
         original = loop.MetricsLogger.end_step
 
         def end_step(self: loop.MetricsLogger, *arguments: Any) -> Any:
@@ -284,9 +288,25 @@ def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
                 signal.raise_signal(signal.SIGTERM)
             return row
 
-        monkeypatch.setattr(loop.MetricsLogger, "end_step", end_step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.MetricsLogger, "end_step", end_step)
+            with pytest.raises(Stopped, match=f"stopped at step {step} "):
+                run(*given)
 
-    return patch
+    return stop
+
+
+@pytest.fixture
+def resumed(stopped_at) -> Callable[[TrainConfig, int], tuple[Path, Path]]:
+    """The folders of a run that nothing happened to, and of one that was stopped at a step and
+    started again: `resumed(config, step)`."""
+
+    def make(config: TrainConfig, step: int) -> tuple[Path, Path]:
+        whole = loop.train(dataclasses.replace(config, output=f"{config.output}-whole"))
+        stopped_at(step, config)
+        return whole, loop.train(config)
+
+    return make
 
 
 @pytest.fixture(scope="session")

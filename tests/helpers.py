@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from headstart.heads import DraftHead, TargetInfo, build_head
+from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
@@ -60,6 +62,19 @@ INFO = TargetInfo(
 """Dimensions of a target that needs no weights."""
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Of tiny models, as their configs name them."""
+
+
 def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """256 bytes and two special tokens: V = 258."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -79,23 +94,13 @@ def build_model(
     seed: int = 0,
     layers: int = 2,
     dtype: torch.dtype = torch.float64,
-    head_dim: int = 8,
+    **sizes: Any,
 ) -> LlamaForCausalLM:
-    """A random Llama whose next token really depends on its prefix."""
+    """A random Llama whose next token really depends on its prefix; others of `SIZES` by name."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocab_size, num_hidden_layers=layers, **SIZES | sizes)
     )
-    model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data *= 4
@@ -129,6 +134,22 @@ def head_for(target: Target, kind: str, **options: Any) -> DraftHead:
     head = build_head(kind, options, target.info).to(target.dtype)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     return head.eval()
+
+
+def saved_head(
+    folder: Path,
+    target: Any,
+    kind: str = "medusa",
+    metadata: CheckpointMetadata | None = None,
+    **options: Any,
+) -> DraftHead:
+    """An untrained head that is saved in a folder; it begins as the target's own LM head, if its
+    kind can."""
+    torch.manual_seed(0)
+    head = build_head(kind, options, target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    save_head(head, folder, metadata or CheckpointMetadata())
+    return head
 
 
 class Oracle(BatchDrafter):

@@ -30,7 +30,8 @@ class JsonServer(ThreadingHTTPServer):
         self.server_close()
 
     def respond(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
-        """A row or a text, alone or after a status; None for a server that has died.
+        """A row or a text, alone or after a status, or between a status and further headers; None
+        for a server that has died.
 
         `body` is empty for GET.
         """
@@ -53,12 +54,14 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        status, row = response if isinstance(response, tuple) else (200, response)
+        status, row, *more = response if isinstance(response, tuple) else (200, response)
         data = (row if isinstance(row, str) else json.dumps(row)).encode()
         self.send_response(status)
         kind = "text/plain" if isinstance(row, str) else "application/json"
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in more[0].items() if more else ():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headstart.heads.checkpoints.files import json_ready
 from headstart.train.data.chat_template import Example
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +52,13 @@ def losses_of(folder: str | Path) -> tuple[list[list[float]], list[dict[str, Any
 
 def evaluations_of(folder: str | Path) -> list[dict[str, Any]]:
     return [row for row in log_of(folder) if "eval" in row]
+
+
+def write_config(config: Any, path: str | Path) -> str:
+    """Write the options of a command as a file that it takes; returns the file's name."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(yaml.safe_dump(json_ready(dataclasses.asdict(config))), encoding="utf-8")
+    return str(path)
 
 
 def last_weights(folder: str | Path) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from json_server import JsonServer
 from messages import refused
 
 from headstart.addons import openai_server
@@ -19,37 +19,24 @@ from headstart.addons.openai_server import KEY, OpenAIServer, ServerError
 SECRET = "s3cr3t"
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply()
+class Server(JsonServer):
+    """Gives the replies that it was told, one after the other, and keeps what it was asked."""
 
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.reply()
+    def __init__(self):
+        super().__init__()
+        self.replies, self.seen = [], []
 
-    def reply(self):
-        self.server.seen.append((self.command, self.path, dict(self.headers)))
-        status, text, headers = self.server.replies.pop(0)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
+    def respond(self, path, body, headers):
+        self.seen.append(("POST" if body else "GET", path, dict(headers)))
+        return self.replies.pop(0)
 
 
 @pytest.fixture
 def running(monkeypatch):
     monkeypatch.setattr(openai_server, "FIRST_PAUSE", 0.001)
     monkeypatch.delenv(KEY, raising=False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.replies, server.seen = [], []
-        server.url = f"http://127.0.0.1:{server.server_port}/v1"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Server() as server:
         yield server
-        server.shutdown()
 
 
 def replies(running, *statuses, text="", **headers):
@@ -237,7 +224,8 @@ def test_no_answer_is_told_as_one(running):
     with refused("reached refused", error=ServerError) as caught:
         OpenAIServer.at("http://127.0.0.1:9/v1", 5.0).ask("/models")
     assert caught.value.status is None and caught.value.may_pass
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as silent:
-        url = f"http://127.0.0.1:{silent.server_port}"
-        with refused("0.1 timed out", error=ServerError):
-            OpenAIServer.at(url, 0.1).ask("/models")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        refused("0.1 timed out", error=ServerError),
+    ):
+        OpenAIServer.at(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.1).ask("/models")

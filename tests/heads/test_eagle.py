@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import build_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import EagleHead, build_head
 from headstart.heads.eagle.head import STEP
@@ -18,16 +18,7 @@ GAIN = 1.7
 
 @pytest.fixture
 def target() -> Target:
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=12, num_hidden_layers=3, rms_norm_eps=1e-12, **sizes)
-    ).double()
+    model = build_model(12, layers=3, rms_norm_eps=1e-12)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     nn.init.constant_(model.model.norm.weight, GAIN)
@@ -57,7 +48,7 @@ def test_its_layers_do_to_features_what_the_block_does_to_the_stream(
 ):
     monkeypatch.setattr(EagleHead, "_resize", lambda *_: None)
     head = started(target, start=start, num_layers=num_layers)
-    stream_BTD = torch.randn(1, 9, 16, dtype=torch.float64)
+    stream_BTD = torch.randn(1, 9, 32, dtype=torch.float64)
     # the stream's size taken out
     stream_BTD = stream_BTD / stream_BTD.square().mean(-1, keepdim=True).sqrt()
     places = torch.arange(9)[None]
@@ -77,11 +68,11 @@ def test_its_layers_do_to_features_what_the_block_does_to_the_stream(
 
 def test_a_layer_moves_features_as_far_as_a_trained_block_moves_its_stream(target):
     head = started(target, start="last")
-    features_BTD = GAIN * torch.randn(1, 200, 16, dtype=torch.float64)
+    features_BTD = GAIN * torch.randn(1, 200, 32, dtype=torch.float64)
     moved = (through(head, features_BTD) - features_BTD).norm() / features_BTD.norm()
     assert float(moved) == pytest.approx(STEP, rel=0.25)
 
 
 def test_the_feature_goes_through_unchanged_and_the_embedding_is_silent(target):
     weight = started(target, start=0).fc.weight
-    assert torch.equal(weight, torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1).double())
+    assert torch.equal(weight, torch.cat([torch.zeros(32, 32), torch.eye(32)], dim=1).double())

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import build_model
 from messages import refused
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -49,28 +49,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def target() -> Target:
     """Seven blocks, so that EAGLE-3's own choice of layers exists: 1, 2 and 3."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=40,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    sizes = {"intermediate_size": 40, "max_position_embeddings": 128, "rope_parameters": rope}
+    model = build_model(VOCAB, layers=BLOCKS, dtype=torch.float32, **sizes)
+    torch.nn.init.normal_(model.model.norm.weight)
     return Target(model.requires_grad_(False), "made-up/target")
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from messages import refused
@@ -32,20 +33,7 @@ needs_mtp = pytest.mark.skipif(
     not hasattr(modeling, "MtpModel"), reason="this version of transformers has no MtpModel"
 )
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 13,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+SIZES = helpers.SIZES | {"num_hidden_layers": 3, "pad_token_id": None, "tie_word_embeddings": False}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},

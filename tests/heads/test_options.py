@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import INFO
+from helpers import INFO, SIZES
 from messages import refused
 from transformers import AutoConfig
 
 from headstart.heads import build_head
 from headstart.inference.targets.info import target_info
 
-WIDE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-LAYER = WIDE | {"intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 13}
+LAYER = SIZES | {"num_hidden_layers": 3, "vocab_size": 13}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "medusa": [
         ({"num_head": 3}, "unknown 'num_head' bias draft_vocab_size lm_head num_heads num_layers"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,12 +40,7 @@ from headstart.inference.trees.verify import point_mass
 DEPTH = 3
 WIDTH = 3
 """Nodes of a frontier below the root."""
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = helpers.SIZES | {"num_hidden_layers": 3}
 DEEPSEEK = SIZES | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -550,7 +546,8 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
         for path, parameter in head.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {path}"
             assert parameter.grad.isfinite().all() and parameter.grad.any() == learns, path
-    places = [each.data_ptr() for each in (*head.parameters(), *target.model.parameters())]
+    weights = [weight for _, weight in head.named_parameters(remove_duplicate=False)]
+    places = [weight.data_ptr() for weight in (*weights, *target.model.parameters())]
     assert len(set(places)) == len(places), "weights are shared with another layer or the target"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import saved_head
 from messages import refused
 from runs import write_prompts
 
@@ -79,11 +80,9 @@ def test_figures_are_totals_for_rates_and_medians_over_prompts_for_speedups():
 @pytest.fixture(scope="module")
 def head_folder(target_folder, tmp_path_factory):
     """Heads that start as the target's own LM head, in a chain of three with a few siblings."""
-    target = Target.from_pretrained(target_folder)
-    head = MedusaHead(MedusaConfig(num_heads=3), target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     folder = tmp_path_factory.mktemp("head")
-    save_head(head, folder, CheckpointMetadata(tree=[[0], [1], [0, 0], [0, 0, 0]]))
+    metadata = CheckpointMetadata(tree=[[0], [1], [0, 0], [0, 0, 0]])
+    saved_head(folder, Target.from_pretrained(target_folder), metadata=metadata, num_heads=3)
     return folder
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from helpers import saved_head
 from messages import refused
 from runs import write_prompts
 
-from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
-from headstart.heads.checkpoints.save_load import save_head
+from headstart.heads import CheckpointMetadata
 from headstart.inference import Target
 from headstart.scripts.bench import BenchConfig, benchmark
 from headstart.scripts.measuring import comparison
@@ -21,11 +20,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def saved(target_folder, folder, **training):
     target = Target.from_pretrained(target_folder)
-    head = MedusaHead(MedusaConfig(num_heads=3), target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(
-        head, folder, CheckpointMetadata(training=training, provenance=dict(target.provenance))
-    )
+    metadata = CheckpointMetadata(training=training, provenance=dict(target.provenance))
+    saved_head(folder, target, metadata=metadata, num_heads=3)
     return folder
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from messages import refused
 
-from headstart import console
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
@@ -49,15 +48,6 @@ def test_a_healthy_head_is_said_to_be_so(trained, capsys):
         "healthy: " in said
         and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
     )
-
-
-def test_every_phase_shows_its_progress_with_rate_and_remaining_time(trained, capsys, monkeypatch):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0)
-    checked(*trained)
-    lines = capsys.readouterr().out.splitlines()
-    for phase in ("answers", "answers read by the head", "answers with drafts", "misreadings"):
-        progress = [line for line in lines if line.startswith(f"{phase}: 1/")]
-        assert progress and all("/s  0:" in line and " left" in line for line in progress), phase
 
 
 def altered(name, change):

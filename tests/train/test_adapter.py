@@ -23,7 +23,6 @@ from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
 from headstart.scripts.export import ExportConfig, export_foreign
 from headstart.scripts.generate import GenerateConfig
-from headstart.stopping import Stopped
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
@@ -400,12 +399,9 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
 
 @pytest.mark.parametrize("step", [4, JOINT_FROM, 10])  # before the joint stage, at its start, in it
 def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
-    options, trained, monkeypatch, stop_after, step
+    options, trained, stopped_at, step
 ):
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(Stopped, match=f"stopped at step {step} of {STEPS}"):
-            train(options)
+    stopped_at(step, options)
     folder = train(options)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (folder / "last" / name).read_bytes() == (
@@ -418,17 +414,17 @@ def test_a_run_is_not_continued_without_its_adapter(options, trained):
         train(dataclasses.replace(options, output=str(trained.folder), adapter=AdapterConfig()))
 
 
-def test_modules_that_the_target_lacks_are_named_with_the_valid_ones(options, changed):
-    config = dataclasses.replace(options.adapter, modules=["q_proj", "c_attn"])
-    with refused("adapter.modules 'c_attn' down_proj v_proj"):
-        train(changed(options, adapter=config))
-
-
-def test_an_adapter_on_the_lm_head_is_refused(options, changed):
-    """The heads and the base term read the LM head's own weight, so an adapter there would learn
-    nothing."""
-    config = dataclasses.replace(options.adapter, modules=["q_proj", "lm_head"])
-    with refused("adapter.modules 'lm_head'"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("c_attn", "'c_attn' down_proj v_proj"),
+        # The heads and the base term read its own weight: an adapter there would learn nothing.
+        ("lm_head", "'lm_head'"),
+    ],
+)
+def test_modules_that_cannot_be_adapted_are_named(options, changed, name, words):
+    config = dataclasses.replace(options.adapter, modules=["q_proj", name])
+    with refused("adapter.modules", words):
         train(changed(options, adapter=config))
 
 

@@ -4,7 +4,6 @@ reported."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import subprocess
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from runs import last_weights, launched, same_tensors
+from runs import last_weights, launched, log_of, same_tensors, write_config
 
 import headstart.train
 from headstart.stopping import StopFlag
@@ -70,13 +68,12 @@ def test_callbacks_are_called_in_order_with_what_is_logged(judged):
         *steps[10:],
     ]
     assert names == [*expected, ("save", 12), ("evaluation", 12), ("end", 12)]
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     rows = [
         given
         for name, _, given in seen.calls
         if name in ("step", "evaluation") and given is not None
     ]
-    assert rows == lines and [row["step"] for row in rows] == [3, 6, 8, 9, 12, 12]
+    assert rows == log_of(folder) and [row["step"] for row in rows] == [3, 6, 8, 9, 12, 12]
     assert all(isinstance(progress, Progress) for _, progress, _ in seen.calls)
     assert seen.calls[0][1].answer_tokens < seen.calls[-1][1].answer_tokens
     assert seen.calls[-1][2] == folder
@@ -130,9 +127,9 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
     judged, changed, tmp_path
 ):
     config = changed(judged, loop={"tracker": "tensorboard"})
-    script, given = tmp_path / "two.py", tmp_path / "two.yaml"
+    script = tmp_path / "two.py"
     script.write_text(TWO)
-    given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
+    given = write_config(config, tmp_path / "two.yaml")
     first = launched(script, "--config", given, "broken")
     assert first.returncode != 0 and "KeyError: 'in the main process alone'" in first.stderr
     assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == [
@@ -142,9 +139,7 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("step 5 of 12") == 1  # one process reports
     assert (Path(config.output) / "last").is_dir()
-    rows = [
-        json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()
-    ]
+    rows = log_of(config.output)
     memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
     assert all(len(both) == 2 and both[0] != both[1] for both in memory)
 
@@ -189,8 +184,7 @@ def test_the_script_of_the_page_runs_under_accelerate_launch(short, tmp_path):
     done = launched(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"{short.output}\n") == 2  # each process prints its folder
-    rows = (Path(short.output) / "log.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["step"] == 2 and (Path(short.output) / "best").is_dir()
+    assert log_of(short.output)[-1]["step"] == 2 and (Path(short.output) / "best").is_dir()
 
 
 def test_callbacks_run_on_the_main_process_with_copies():
@@ -224,14 +218,6 @@ def test_importing_headstart_prints_nothing_and_leaves_logging_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_options_are_shown_without_waiting_for_the_training_loop():
-    code = (
-        "import sys, headstart.console, headstart.train.config\nassert 'headstart.train.loop' not"
-        " in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_in_another_program_a_run_reports_by_logging_alone(short, monkeypatch, capsys):

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from messages import refused
-from runs import checkpoints_of, last_bytes
+from runs import checkpoints_of, last_bytes, write_config
 from safetensors.torch import load_file
 
-from headstart.stopping import Stopped
 from headstart.train import Callback, loop, train
 from headstart.train.checkpoint_writer import (
     INDEX_FILE,
@@ -127,17 +125,14 @@ def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(config, change
 
 
 def test_a_stopped_run_waits_for_the_write_in_flight_and_each_of_both_resumes(
-    config, changed, slow, stop_after, monkeypatch
+    config, changed, slow, stopped_at
 ):
     plain = train(
         changed(config, output=config.output + "-plain", loop={"save_in_background": False})
     )
     steps = Steps()
-    with monkeypatch.context() as patch:
-        slow(steps, 2)
-        stop_after(patch, EVERY + 2)
-        with pytest.raises(Stopped, match=f"stopped at step {EVERY + 2}"):
-            train(config, [steps])
+    slow(steps, 2)
+    stopped_at(EVERY + 2, config, [steps])
     assert checkpoints_of(config.output) == [f"step-{EVERY:08d}", f"step-{EVERY + 2:08d}"]
     shutil.rmtree(Path(config.output) / "checkpoints" / f"step-{EVERY + 2:08d}")
     train(config)
@@ -244,9 +239,9 @@ def test_killed_while_the_second_is_written_a_run_goes_on_from_the_first(
     config, tmp_path, wait_for, steps_logged
 ):
     whole = train(dataclasses.replace(config, output=config.output + "-whole"))
-    script, given = tmp_path / "killed.py", tmp_path / "killed.yaml"
+    script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
+    given = write_config(config, tmp_path / "killed.yaml")
     with subprocess.Popen(
         [sys.executable, script, "--config", given], stdout=subprocess.DEVNULL
     ) as process:

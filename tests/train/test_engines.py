@@ -24,7 +24,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from messages import refused
-from runs import checkpoints_of, evaluations_of, log_of
+from runs import checkpoints_of, evaluations_of, log_of, write_config
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -104,13 +104,7 @@ def alone_in_bfloat16(options, tmp_path_factory):
 
 def written(config):
     """The options as a file beside the run's folder."""
-    folder = Path(config.output)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.with_suffix(".yaml")
-    path.write_text(
-        yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8"
-    )
-    return str(path)
+    return write_config(config, Path(config.output).with_suffix(".yaml"))
 
 
 def launch(config, launch_file, processes=2, by="accelerate.commands.launch"):

@@ -1,4 +1,4 @@
-"""Teacher-forced accuracy against a naive count; evaluation as the head will be served."""
+"""Teacher-forced figures; evaluation as the head will be served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
@@ -16,6 +15,7 @@ from headstart.inference.replay import TOKENS_AT_ONCE
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
+from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import (
     RANKS,
@@ -25,6 +25,7 @@ from headstart.train.evaluate import (
     prompt_of,
     teacher_forced,
 )
+from headstart.train.features.online import online_features
 
 VOCAB = 24
 
@@ -60,50 +61,23 @@ def build_head(target, draft_vocab_size=None):
     return head.to(target.dtype).eval()
 
 
-@torch.no_grad()
-def naive(target, head, examples):
-    """One position at a time, by what decoding calls: observe the text so far, expand along the
-    true path."""
-    losses, hits, counts = [0.0] * 3, [[0] * RANKS for _ in range(3)], [0] * 3
-    for example in examples:
-        tokens = torch.tensor(example.tokens)
-        for here in range(len(tokens)):
-            features, _ = target.read(tokens[None, : here + 1], head.feature_layers)
-            for depth in range(3):
-                label = here + depth + 2
-                if label >= len(tokens) or not all(example.loss_mask[here + 1 : label + 1]):
-                    continue
-                state = head.begin(target.modules, 1, len(tokens), 3, 3)
-                state = head.observe(
-                    state, features, tokens[None, 1 : here + 2], torch.tensor([here + 1])
-                )
-                for level in range(depth + 1):
-                    parent = torch.tensor([[-1 if level == 0 else 0]])
-                    logits, state = head.expand(state, tokens[None, here + 1 + level, None], parent)
-                drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
-                counts[depth] += 1
-                if int(tokens[label]) in drafted:
-                    place = drafted.index(int(tokens[label]))
-                    rank = int((logits[0, 0] > logits[0, 0, place]).sum())
-                    if rank < RANKS:
-                        hits[depth][rank] += 1
-                    losses[depth] += F.cross_entropy(logits[0, 0], torch.tensor(place)).item()
-    return losses, hits, counts
-
-
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB // 2])
-def test_teacher_forced_figures_are_those_of_decoding_position_by_position(
+def test_teacher_forced_figures_are_means_over_the_positions_of_all_examples(
     target, examples, draft_vocab_size
 ):
+    """Of what the head finds in each example by itself."""
     head = build_head(target, draft_vocab_size)
-    losses, hits, counts = naive(target, head, examples)
-    assert min(counts) > 20 and len(set(counts)) == 3  # deeper heads are judged on fewer positions
+    found = []
+    for example in examples:
+        features = online_features(target, head, collate([example]), target.dtype)
+        found.append(head(features, Objective({"ce": 1.0}), ranks=RANKS))
+    counts_K = sum(output.counts_K for output in found)
+    assert counts_K.min() > 20 and len(set(counts_K.tolist())) == 3  # fewer for deeper heads
     loss_K, accuracy_KI = teacher_forced(target, head, examples, tokens=60)
-    for depth in range(3):
-        assert loss_K[depth] == pytest.approx(losses[depth] / counts[depth], rel=1e-5)
-        assert accuracy_KI[depth] == pytest.approx(
-            [hit / counts[depth] for hit in hits[depth]], rel=1e-5
-        )
+    expected_K = sum(output.losses_K for output in found) / counts_K
+    assert loss_K == pytest.approx(expected_K.tolist(), rel=1e-5)
+    expected_KI = sum(output.hits_KI for output in found) / counts_K[:, None]
+    assert accuracy_KI == [pytest.approx(row, rel=1e-5) for row in expected_KI.tolist()]
 
 
 def test_teacher_forced_rows_are_as_many_as_their_tokens_allow(target, examples, monkeypatch):

@@ -22,7 +22,16 @@ import torch
 import yaml
 from helpers import split_examples
 from messages import refused
-from runs import Killed, checkpoints_of, last_bytes, last_weights, log_of, same_tensors
+from runs import (
+    Killed,
+    checkpoints_of,
+    evaluations_of,
+    last_bytes,
+    last_weights,
+    log_of,
+    same_tensors,
+    write_config,
+)
 from safetensors.torch import load_file
 
 from headstart.heads import MedusaHead, build_head
@@ -80,15 +89,6 @@ def same_outcome(folder, undisturbed):
     # repr: NaN equals NaN
     assert repr(timeless(log_of(folder))) == repr(timeless(log_of(undisturbed)))
     return True
-
-
-@pytest.mark.versions
-def test_the_loss_falls_at_every_depth(undisturbed):
-    losses = [row["loss"] for row in log_of(undisturbed) if "loss" in row]
-    assert len(losses) == STEPS
-    for depth in range(2):
-        first, last = (sum(row[depth] for row in rows) / 8 for rows in (losses[:8], losses[-8:]))
-        assert last < 0.7 * first
 
 
 def test_a_forward_leaves_no_keys_and_values_to_the_next(options, monkeypatch):
@@ -181,33 +181,6 @@ def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, plac
     assert row["rounds"] == stats.rounds
     assert repr(row["acceptance_rate_by_depth"]) == repr(stats.acceptance_rate_by_depth)
     assert stats.acceptance_length > 1.3  # it learned something, so there is something to compare
-
-
-def test_accumulating_two_batches_is_one_batch_of_both(options, tmp_path, changed):
-    path = tmp_path / "nine.jsonl"
-    # unequal lengths: a mean of means would differ
-    answers = ["one " * 2 * i + "two" for i in range(1, 10)]
-    rows = [
-        [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
-        for answer in answers
-    ]
-    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
-    # 8 conversations to train on: every step sees all of them
-    data = {"sources": [str(path)], "held_out": 0.01}
-    found = []
-    for micro_batch in (None, 4):
-        cut = {"batch_size": 8, "micro_batch": micro_batch, "max_steps": 3, "eval_every": 0}
-        folder = train(
-            changed(options, output=str(tmp_path / f"of-{micro_batch}"), data=data, loop=cut)
-        )
-        assert [row["step"] for row in log_of(folder) if "loss" in row] == [1, 2, 3]
-        found.append((load_file(folder / "last" / "model.safetensors"), log_of(folder)))
-    (whole, whole_log), (halves, halves_log) = found
-    for name, tensor in whole.items():
-        torch.testing.assert_close(halves[name], tensor, atol=1e-6, rtol=0, msg=name)
-    for name in ("loss", "gradient_norm"):
-        for one, other in zip(whole_log[:3], halves_log[:3], strict=True):
-            assert one[name] == pytest.approx(other[name], rel=1e-5)
 
 
 def test_the_gradient_is_that_of_the_mean_over_answer_tokens(options, changed):
@@ -360,10 +333,8 @@ def test_a_finished_run_that_is_asked_for_more_steps_says_how(
 
 def command(config, tmp_path):
     """The run as a command of its own."""
-    path = tmp_path / "options.yaml"
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    path.write_text(yaml.safe_dump(plain), encoding="utf-8")
-    return [sys.executable, "-m", "headstart.scripts", "train", "--config", str(path)]
+    path = write_config(config, tmp_path / "options.yaml")
+    return [sys.executable, "-m", "headstart.scripts", "train", "--config", path]
 
 
 def finish(arguments):
@@ -468,13 +439,8 @@ def test_short_batches_are_padded_until_every_depth_predicts_a_token(options, mo
     assert max(width for _, width in seen) == 47
 
 
-def test_a_run_that_began_before_there_were_these_options_goes_on(
-    options, undisturbed, monkeypatch, stop_after
-):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 16)
-        with pytest.raises(Stopped):
-            train(options)
+def test_a_run_that_began_before_there_were_these_options_goes_on(options, undisturbed, stopped_at):
+    stopped_at(16, options)
     path = Path(options.output) / "config.yaml"
     before = yaml.safe_load(path.read_text())
     for name in ("held_out_limit", "cache", "num_proc", "workers"):
@@ -489,12 +455,9 @@ def test_a_run_that_began_before_there_were_these_options_goes_on(
     assert same_outcome(train(options), undisturbed)
 
 
-def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, monkeypatch, stop_after):
+def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, stopped_at):
     folder = Path(options.output)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 16)
-        with pytest.raises(Stopped):
-            train(options)
+    stopped_at(16, options)
     partial = folder / "checkpoints" / "step-00000021.partial"
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
@@ -558,6 +521,7 @@ def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(
 def test_a_best_head_is_left_even_if_no_held_out_prompt_needed_a_round(
     options, monkeypatch, changed
 ):
+    """Its figures, for which nothing was measured, are null: NaN is no JSON."""
     original = loop.evaluate
 
     def evaluate(*arguments):
@@ -567,20 +531,6 @@ def test_a_best_head_is_left_even_if_no_held_out_prompt_needed_a_round(
     monkeypatch.setattr(loop, "evaluate", evaluate)
     folder = train(changed(options, loop={"max_steps": 2}))
     load_head(folder / "best")
-
-
-def test_saved_figures_are_json_that_every_reader_takes(options, monkeypatch, changed):
-    """NaN is no JSON: a rate that nothing was measured for must be written as null."""
-    original = loop.evaluate
-
-    def evaluate(*arguments):
-        found = original(*arguments)
-        return dataclasses.replace(
-            found, trees={name: Stats(stats.rows, 3) for name, stats in found.trees.items()}
-        )
-
-    monkeypatch.setattr(loop, "evaluate", evaluate)
-    folder = train(changed(options, loop={"max_steps": 2, "log_every": 1}))
     texts = [
         (folder / "last" / "config.json").read_text(),
         *(folder / "log.jsonl").read_text().splitlines(),
@@ -626,17 +576,9 @@ def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_
     folder = train(short)
     first, second = last_weights(whole), last_weights(folder)
     assert same_tensors(second, first)
-    evaluations = [
-        [
-            row
-            for row in map(json.loads, (each / "log.jsonl").read_text().splitlines())
-            if "eval" in row
-        ]
-        for each in (whole, folder)
-    ]
-    assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[
-        1
-    ]
+    evaluations = evaluations_of(whole)
+    assert [row["step"] for row in evaluations] == [4, 8, 10]
+    assert evaluations_of(folder) == evaluations
 
 
 def test_what_would_end_the_first_evaluation_ends_the_run_before_its_first_step(

@@ -4,7 +4,6 @@ share."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import socket
@@ -13,8 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from runs import log_of
+from runs import log_of, write_config
 
 from headstart.train.config import FeaturesConfig
 from headstart.train.loop import train
@@ -54,11 +52,7 @@ def on_two_machines(configs, file, processes):
     port = str(free_port())
     machines = []
     for rank, config in enumerate(configs):
-        path = Path(config.output).with_suffix(f".{rank}.yaml")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8"
-        )
+        path = write_config(config, Path(config.output).with_suffix(f".{rank}.yaml"))
         command = [
             sys.executable,
             "-m",
@@ -70,7 +64,7 @@ def on_two_machines(configs, file, processes):
         command += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
         machines.append(
             subprocess.Popen(
-                [*command, "scripts/train.py", "--config", str(path)],
+                [*command, "scripts/train.py", "--config", path],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,

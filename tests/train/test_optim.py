@@ -7,14 +7,10 @@ import copy
 import pytest
 import torch
 from messages import refused
-from runs import same_tensors
-from safetensors.torch import load_file
 
 from headstart.heads import HEADS, build_head
-from headstart.stopping import Stopped
 from headstart.train import optim
 from headstart.train.config import OptimConfig
-from headstart.train.loop import train
 from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer
 
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, warmup=0.5)
@@ -123,23 +119,6 @@ def test_what_was_saved_goes_on_the_same(tiny_target):
         )
     for ours, theirs in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_run_with_muon_is_resumed_to_the_last_bit(short, changed, monkeypatch, stop_after):
-    short = changed(short, optim={"name": "muon"})
-    whole = train(changed(short, output=short.output + "-whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 7)
-        with pytest.raises(Stopped):
-            train(short)
-    folder = train(short)
-    one, other = (load_file(path / "last" / "model.safetensors") for path in (folder, whole))
-    assert same_tensors(one, other)
-    plain = train(changed(short, output=short.output + "-adamw", optim={"name": "adamw"}))
-    assert not torch.equal(
-        load_file(plain / "last" / "model.safetensors")["blocks.0.layers.0.weight"],
-        one["blocks.0.layers.0.weight"],
-    )
 
 
 @pytest.mark.parametrize(

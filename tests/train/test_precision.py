@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from helpers import SIZES
 from messages import refused
 
 from headstart.files import cache_folder
@@ -42,15 +43,8 @@ def config(tmp_path):
     def build(own, target, head):
         folder = tmp_path / own
         folder.mkdir(exist_ok=True)
-        sizes = {
-            "num_hidden_layers": 1,
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_attention_heads": 1,
-        }
-        (folder / "config.json").write_text(
-            json.dumps({"model_type": "llama", "dtype": own, **sizes})
-        )
+        llama = {"model_type": "llama", "dtype": own, "num_hidden_layers": 1, **SIZES}
+        (folder / "config.json").write_text(json.dumps(llama))
         return TrainConfig(
             target=str(folder),
             output=str(tmp_path / "run"),

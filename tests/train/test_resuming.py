@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from runs import last_weights, log_of
+from runs import last_weights, log_of, rows_of, write_config
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import MedusaHead
 from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference.feature_cache import FORMATS
 from headstart.scripts.command_line import options as options_of
-from headstart.stopping import Stopped
 from headstart.train import loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.evaluate import difference_interval
@@ -47,21 +45,10 @@ def whole(plain, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def half(plain, tmp_path_factory):
+def half(plain, tmp_path_factory, stopped_at):
     """A run that was stopped in the middle; tests copy its folder."""
     folder = tmp_path_factory.mktemp("half") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        original = loop.MetricsLogger.end_step
-
-        def end_step(self, *given):
-            row = original(self, *given)
-            if self.progress.step == STOP:
-                signal.raise_signal(signal.SIGTERM)
-            return row
-
-        patch.setattr(loop.MetricsLogger, "end_step", end_step)
-        with pytest.raises(Stopped):
-            train(plain(folder))
+    stopped_at(STOP, plain(folder))
     return folder
 
 
@@ -85,6 +72,25 @@ def set_learning_rate(folder, rate):
     path.write_text(yaml.safe_dump(options), encoding="utf-8")
 
 
+RESUMED = [
+    {"optim": {"name": "muon"}},
+    *(
+        {"features": FeaturesConfig(mode=mode, format=word)}
+        for mode in ("cached", "auto")
+        for word in FORMATS
+    ),
+]
+
+
+@pytest.mark.parametrize("change", RESUMED, ids=str)
+@pytest.mark.parametrize("step", [2, 8])
+def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
+    short, changed, resumed, change, step
+):
+    whole, folder = resumed(changed(short, **change), step)
+    assert_same_weights(folder, whole)
+
+
 FREE = [
     {"loop": {"micro_batch": 2}},
     {"loop": {"recompute": True, "save_every": 3, "keep": 1, "patience": 9, "save_minutes": 100.0}},
@@ -103,10 +109,7 @@ def test_options_that_change_no_weights_may_change(options, whole, change, chang
     rounding = 1e-3 if "features" in change else 2e-6
     assert_same_weights(config.output, whole, 0.0 if exact else rounding)
     assert f"from step {STOP} on with " in capsys.readouterr().out
-    history = [
-        json.loads(line)
-        for line in (Path(config.output) / "changes.jsonl").read_text().splitlines()
-    ]
+    history = rows_of(Path(config.output) / "changes.jsonl")
     assert {row["step"] for row in history} == {STOP} and {
         row["name"].partition(".")[0] for row in history
     } == {*change}
@@ -155,13 +158,10 @@ def test_another_target_is_refused(options, tmp_path, changed):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
-    plain, tmp_path, optimizer, changed, monkeypatch, stop_after
+    plain, tmp_path, optimizer, changed, stopped_at
 ):
     config = changed(plain(tmp_path / "run"), optim={"name": optimizer})
-    with monkeypatch.context() as patch:
-        stop_after(patch, STOP)
-        with pytest.raises(Stopped):
-            train(config)
+    stopped_at(STOP, config)
     lower = changed(config, optim={"lr": 3e-4})
     with pytest.raises(
         ValueError, match=r"optim.lr = 0.003, not 0.0003.*choose another output folder"
@@ -203,11 +203,8 @@ def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, cha
     folder, lower = re.search(advice, str(caught.value)).groups()
     assert folder == options.output
     set_learning_rate(folder, float(lower))
-    path = Path(folder).with_suffix(".yaml")
-    path.write_text(
-        yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(options)))), encoding="utf-8"
-    )
-    config = options_of(TrainConfig, "train", "", ["--config", str(path), "--optim.lr", lower])
+    path = write_config(options, Path(folder).with_suffix(".yaml"))
+    config = options_of(TrainConfig, "train", "", ["--config", path, "--optim.lr", lower])
     train(config)
     assert log_of(options.output)[-1]["step"] == STEPS
     assert (
@@ -330,13 +327,10 @@ def cut_short(path):
     "file", ["optimizer.bin", "model.safetensors", "progress.json", "random_states_0.pkl"]
 )
 def test_a_checkpoint_that_is_broken_gives_way_to_the_one_before(
-    plain, whole, tmp_path, damage, file, changed, capsys, stop_after, monkeypatch
+    plain, whole, tmp_path, damage, file, changed, capsys, stopped_at
 ):
     config = changed(plain(tmp_path / "run"), loop={"save_every": 2})
-    with monkeypatch.context() as patch:
-        stop_after(patch, STOP)
-        with pytest.raises(Stopped):
-            train(config)
+    stopped_at(STOP, config)
     checkpoints = tmp_path / "run" / "checkpoints"
     newest = checkpoints / f"step-{STOP:08d}"
     if file == "progress.json" and damage is Path.unlink:

@@ -14,11 +14,10 @@ import wandb
 from accelerate import Accelerator
 from accelerate.utils import LoggerType
 from messages import refused
-from runs import last_weights, same_tensors
+from runs import last_weights, log_of, same_tensors
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from headstart.stopping import Stopped
 from headstart.train import loop, tracking
 from headstart.train.config import TrackingConfig
 from headstart.train.loop import train
@@ -130,7 +129,7 @@ def test_wandb_gets_numbers_options_and_the_best_head(tracked, offline, monkeypa
     )
     assert found.axes["*"] == "step" and found.exit_code == 0
 
-    logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    logged = log_of(folder)
     steps = [row for row in found.rows if "train/loss/0" in row]
     assert [row["step"] for row in steps] == list(range(1, 13))
     for row, line in zip(steps, (line for line in logged if "loss" in line)):
@@ -160,14 +159,11 @@ def test_wandb_gets_numbers_options_and_the_best_head(tracked, offline, monkeypa
 
 
 def test_options_come_before_the_environment_and_a_continued_run_keeps_its_id(
-    tracked, offline, monkeypatch, stop_after
+    tracked, offline, monkeypatch, stopped_at
 ):
     monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
     config = tracked("wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"])
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Stopped):
-            train(config)
+    stopped_at(3, config)
     train(dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, upload=False)))
     first, second = runs(offline)
     assert (first.run.project, first.run.entity, first.run.run_group) == (
@@ -269,14 +265,6 @@ def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(
         " without it"
     )
     assert said.count(told) == 1
-
-
-def test_a_trackers_run_is_the_same_run(short, tracked, changed, offline):
-    plain = last_weights(
-        train(changed(short, loop={"eval_every": 5}, output=short.output + "-plain"))
-    )
-    kept = last_weights(train(tracked("wandb")))
-    assert same_tensors(kept, plain)
 
 
 def test_an_upload_that_fails_ends_nothing(tracked, offline, monkeypatch, capsys):

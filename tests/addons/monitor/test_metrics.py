@@ -24,6 +24,9 @@ from headstart.inference import SpeculativeLM, Stats
 from headstart.inference.trees.stats import RoundRecord
 
 FILES = Path(__file__).parents[3] / "examples" / "monitoring"
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
 LABELS = {"model": "tiny", "head": "", "drafter": "prompt-lookup"}
 
 
@@ -207,7 +210,19 @@ def test_dashboard_and_alerts_name_metrics_that_exist(generated):
     assert used <= known
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@needs_promtool
+def test_queries_of_the_dashboard_can_be_asked(tmp_path):
+    rules = []
+    for number, expression in enumerate(expressions()):
+        query = expression.replace("$__rate_interval", "4m").replace("$model", "tiny")
+        rules.append({"record": f"panel:{number}", "expr": query})
+    path = tmp_path / "queries.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    ran = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@needs_promtool
 def test_alerts_fire_on_trouble_and_not_without():
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         ran = subprocess.run(["promtool", *command], cwd=FILES, capture_output=True, text=True)

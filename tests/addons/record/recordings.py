@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from helpers import saved_head
 
 from headstart.addons.record import record
-from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 
 NEW_TOKENS = 12
@@ -24,10 +23,7 @@ def record_answers(taught: Path, folder: Path) -> Path:
     """
     tokenizer = load_tokenizer(taught)
     target = Target.from_pretrained(str(taught), torch.float32)
-    torch.manual_seed(0)
-    head = build_head("medusa", {"num_heads": 2}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(head, folder / "head", CheckpointMetadata())
+    head = saved_head(folder / "head", target, num_heads=2)
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         for first, kind in enumerate(words):

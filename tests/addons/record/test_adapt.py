@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+import runs
 import torch
 from messages import refused
 from recordings import ANSWERS, NEW_TOKENS, record_answers
@@ -61,19 +62,19 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     assert float(rows[0][3]) > float(rows[0][2])
     metadata = load_head(folder)[1]
     assert metadata.training["config"]["init_from"] == config.head
-    names = {}
-    for name in ("training", "judged", "replay"):
-        lines = (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()
-        names[name] = [json.loads(line) for line in lines]
-    new = [row for row in names["judged"] if "replayed" not in row]
-    older = [row for row in names["judged"] if "replayed" in row]
+    kept = tmp_path / "new" / "recorded"
+    training, judged, replay = (
+        runs.rows_of(kept / f"{name}.jsonl") for name in ("training", "judged", "replay")
+    )
+    new = [row for row in judged if "replayed" not in row]
+    older = [row for row in judged if "replayed" in row]
     assert len(new) == 18, "0.35 of 24 of each of two kinds"
     assert new[-1]["input_ids"] == text_row(text_shards(begun / "recorded")[-1])["input_ids"]
-    for judged, learned in ((new, names["training"]), (older, names["replay"])):
-        assert not {str(row["input_ids"]) for row in judged} & {
+    for judging, learned in ((new, training), (older, replay)):
+        assert not {str(row["input_ids"]) for row in judging} & {
             str(row["input_ids"]) for row in learned
         }
-    assert 4 <= len(older) == ANSWERS - len(names["replay"]), "about a fifth of them"
+    assert 4 <= len(older) == ANSWERS - len(replay), "about a fifth of them"
     folder = tmp_path / "new" / "best"
     again = adapt(config)
     assert again == folder, "what is finished is found"
@@ -229,15 +230,12 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
 
 
 def test_a_stopped_run_resumes_although_its_answers_have_given_way(
-    config, begun, tmp_path, monkeypatch, stop_after
+    config, begun, tmp_path, stopped_at
 ):
     copied = tmp_path / "copied"
     shutil.copytree(begun / "recorded", copied)
     config = dataclasses.replace(config, recorded=str(copied), steps=12)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Stopped, match="stopped at step 5 of 12"):
-            adapt(config)
+    stopped_at(5, config, run=adapt)
     for path in text_shards(copied):
         path.unlink()
     adapt(config)
@@ -261,9 +259,8 @@ def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught
     assert not used & set(head.vocabulary().tolist())
     adapt(dataclasses.replace(config, head=str(tmp_path / "narrow")))
     new, _ = load_head(tmp_path / "new" / "training" / "last")
-    lines = (tmp_path / "new" / "recorded" / "training.jsonl").read_text().splitlines()
     learned = set()
-    for row in map(json.loads, lines):
+    for row in runs.rows_of(tmp_path / "new" / "recorded" / "training.jsonl"):
         learned |= {
             token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own
         }
@@ -290,10 +287,8 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     config = dataclasses.replace(config, replay=str(given), replay_share=0.4, steps=6)
     adapt(config)
     folder = tmp_path / "new" / "recorded"
-    replayed = [
-        json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()
-    ]
-    judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
+    replayed = runs.rows_of(folder / "conversations.jsonl")
+    judged = runs.rows_of(folder / "judged.jsonl")
     older = [row for row in judged if "replayed" in row]
     assert len(replayed) + len(older) == 9 and older
     assert not {str(row["input_ids"]) for row in replayed} & {
@@ -308,7 +303,7 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
         "the target's blocks are loaded for their states alone"
     )
     assert run["data"]["weights"][1] == pytest.approx(
-        0.4 / 0.6 * len(training_rows(folder)) / len(replayed)
+        0.4 / 0.6 * len(runs.rows_of(folder / "training.jsonl")) / len(replayed)
     )
     given.unlink()
     adapt(config)  # what was taken is kept
@@ -343,10 +338,6 @@ def test_what_a_series_has_replayed_is_never_judged_on(config, tmp_path, monkeyp
         judged |= numbers(output / "recorded" / "judged.jsonl")
     assert not learned & judged
     assert len(learned) > 30 and len(judged) > 5 and min(judged) < 30
-
-
-def training_rows(folder):
-    return (folder / "training.jsonl").read_text().splitlines()
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
@@ -407,10 +398,7 @@ def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, replay=str(older)))
     learned, replayed, judged = (
-        [
-            json.loads(line)
-            for line in (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()
-        ]
+        runs.rows_of(tmp_path / "new" / "recorded" / f"{name}.jsonl")
         for name in ("training", "replay", "judged")
     )
     prompts = [

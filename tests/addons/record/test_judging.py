@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from messages import refused
+from runs import rows_of
 
 from headstart.addons.record import record
 from headstart.addons.record.adapt_data import snapshot
@@ -276,10 +277,7 @@ def recorded(spoken, endless, tmp_path):
 
 def judged(config, tmp_path, new):
     snapshot(config, tmp_path / "new" / "recorded")
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
-    ]
+    rows = rows_of(tmp_path / "new" / "recorded" / "judged.jsonl")
     manifest = json.loads((tmp_path / "recorded" / "manifest.json").read_text())
     return rows, judge(config, manifest, rows, new)
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import saved_head
 from recordings import NEW_TOKENS, record_answers
 
 from headstart.addons.record import adapt_data
 from headstart.addons.record.adapt import adapt, alone_in
 from headstart.addons.record.config import AdaptConfig
 from headstart.files import text_shards
-from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 
 pytestmark = pytest.mark.long
@@ -128,9 +127,7 @@ def test_a_recording_of_another_target_tokenizer_or_layers_is_refused(
     with pytest.raises(ValueError, match="holds states with tokenizer = 'another'"):
         adapt(AdaptConfig(**given | {"recorded": str(other), "output": str(tmp_path / "2")}))
     target = Target.from_pretrained(str(taught), torch.float32)
-    head = build_head("eagle3", {"feature_layers": [0, -1], "depth": 2}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(head, tmp_path / "eagle3", CheckpointMetadata())
+    saved_head(tmp_path / "eagle3", target, "eagle3", feature_layers=[0, -1], depth=2)
     with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
         adapt(
             AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")})

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from helpers import saved_head
 from messages import refused
 from runs import losses_of
 
 from headstart.addons.record import record
 from headstart.files import text_shards
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.data.conversations import open_sources, read_conversations
@@ -27,11 +27,9 @@ def recorded(taught, conversations_file, tmp_path_factory):
     tokenizer = load_tokenizer(taught)
     target = Target.from_pretrained(str(taught), torch.float32)
     options = {name: value for name, value in HEAD.items() if name != "type"}
-    torch.manual_seed(0)
-    head = build_head("eagle3", options, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     folder = tmp_path_factory.mktemp("recorded")
+    head = saved_head(folder.with_name("head"), target, "eagle3", **options)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     rows = read_conversations(str(conversations_file))
     questions = list(dict.fromkeys(row["messages"][0]["content"] for row in rows))
     with record(lm, folder, format="float32", kind="counting") as running:

@@ -13,24 +13,10 @@ from headstart.addons.serve.state_server import StateServer
 from headstart.scripts import data, features, train
 from headstart.train import loop
 
-RUN = [
-    "--target",
-    "t",
-    "--output",
-    "o",
-    "--data.sources",
-    "[d.jsonl]",
-    "--features.server_layers",
-    "[1, 12]",
-]
-SERVER = [
-    "--features.server",
-    "http://user:secret@host:8000/v1",
-    "--features.server_seconds",
-    "7",
-    "--features.server_folder",
-    "/shared/states",
-]
+RUN = ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"]
+RUN += ["--features.server_layers", "[1,12]"]
+SERVER = ["--features.server", "http://user:secret@host:8000/v1"]
+SERVER += ["--features.server_seconds", "7", "--features.server_folder", "/shared/states"]
 
 
 @pytest.fixture
@@ -67,16 +53,6 @@ def test_states_that_a_server_has_written_to_a_folder_are_read_there(called):
 
 
 def test_answers_are_asked_of_servers_where_some_are_named(called):
-    data.main(
-        [
-            "--target",
-            "t",
-            "--output",
-            "o",
-            "--prompts",
-            "p.jsonl",
-            "--server",
-            "http://a/v1,http://b/v1",
-        ]
-    )
+    given = ["--target", "t", "--output", "o", "--prompts", "p.jsonl"]
+    data.main([*given, "--server", "http://a/v1,http://b/v1"])
     assert called["data"].server == "http://a/v1,http://b/v1"

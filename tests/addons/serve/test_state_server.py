@@ -13,8 +13,8 @@ import pytest
 import torch
 from json_server import JsonServer
 from messages import refused
-from runs import random_examples
-from safetensors.torch import load_file, save_file
+from runs import evaluations_of, last_weights, log_of, random_examples
+from safetensors.torch import save_file
 
 from headstart.addons.openai_server import OpenAIServer
 from headstart.addons.serve import state_server
@@ -342,23 +342,17 @@ def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(
     online = dataclasses.replace(
         config, output=short.output + "-online", features=ServedFeaturesConfig()
     )
-    wanted = load_file(train(online) / "last" / "model.safetensors")
+    wanted = last_weights(train(online))
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
         folder = train_served(config)
-    found = load_file(folder / "last" / "model.safetensors")
+    found = last_weights(folder)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0, msg=name)
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    others = [
-        json.loads(line)
-        for line in (folder.parent / "run-online" / "log.jsonl").read_text().splitlines()
-    ]
-    assert [row["eval"] for row in rows if "eval" in row] == [
-        row["eval"] for row in others if "eval" in row
-    ]
-    assert all(row["step_seconds"]["data"] > 0 for row in rows if "loss" in row)
+    ours, theirs = evaluations_of(folder), evaluations_of(folder.parent / "run-online")
+    assert [row["eval"] for row in ours] == [row["eval"] for row in theirs]
+    assert all(row["step_seconds"]["data"] > 0 for row in log_of(folder) if "loss" in row)
 
 
 def test_a_server_that_dies_is_told_in_the_process_of_the_user(

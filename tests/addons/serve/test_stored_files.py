@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from messages import refused
-from runs import launched, losses_of
+from runs import launched, losses_of, write_config
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve import state_files
@@ -22,7 +21,6 @@ from headstart.addons.serve.options import (
     training_source,
 )
 from headstart.addons.serve.state_files import ServerLayers
-from headstart.heads.checkpoints.files import json_ready
 from headstart.inference import Target
 from headstart.scripts.features import precompute
 from headstart.train import inputs as loading
@@ -162,8 +160,7 @@ def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, 
 
 def on_two_processes(script, config, folder):
     """The status of a command on two processes, and what it printed."""
-    path = folder / f"{script}.yaml"
-    path.write_text(yaml.safe_dump(json_ready(dataclasses.asdict(config))))
+    path = write_config(config, folder / f"{script}.yaml")
     done = launched(f"scripts/{script}.py", "--config", path)
     return done.returncode, done.stdout + done.stderr
 

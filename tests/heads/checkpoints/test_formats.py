@@ -298,24 +298,12 @@ INHERITED: dict[str, dict[str, Any]] = {
     "a target whose embedding is tied": {"tie_word_embeddings": True, "model_type": "phi3"},
     "the target's blocks": {"num_hidden_layers": INFO.num_layers},
     "a target with experts": {
-        **{
-            "num_local_experts": 16,
-            "experts_per_token": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
-        **{
-            "norm_topk_prob": True,
-            "moe_intermediate_size": 768,
-            "router_aux_loss_coef": 0.1,
-            "mlp_only_layers": [],
-        },
-        **{
-            "output_router_logits": True,
-            "routed_scaling_factor": 2.5,
-            "topk_method": "noaux_tc",
-            "n_group": 8,
-        },
+        "num_local_experts": 16,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.1,
+        "output_router_logits": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
     },
     "a target with latent attention": {
         "kv_lora_rank": 512,
@@ -390,6 +378,10 @@ COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
     "a state before the final norm": (
         {"eagle_aux_hidden_state_layer_ids": [2, 6, 12], "eagle_config": {}},
         "11",
+    ),
+    "a feature before the first block": (
+        {"eagle_aux_hidden_state_layer_ids": [0, 6, 9], "eagle_config": {}},
+        "[0 6 9]",
     ),
     "a width of the MLP": (
         {"intermediate_size": 7},
@@ -514,17 +506,6 @@ def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) ->
             import_head(config | {"num_heads": 5}, dict(tensors), INFO, parts())
 
 
-def test_sinks_of_a_block_draft_are_refused_by_name() -> None:
-    head = drawn("dflash", {})
-    config, tensors = written("dflash", head)
-    tensors["layers.0.self_attn.sinks"] = torch.zeros(4)
-    with refused("unknown 'layers.0.self_attn.sinks'"):
-        import_head(config, dict(tensors), INFO, parts())
-    config["dflash_config"]["attention_sink_bias"] = True
-    with refused("attention_sink_bias True"):
-        import_head(config, dict(tensors), INFO, parts())
-
-
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
     "speculators-dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
@@ -619,6 +600,12 @@ BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
     ),
 }
 """For each format of a block draft."""
+DFLASH_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "attention sinks": (
+        lambda config, _: nested(config).update(attention_sink_bias=True),
+        "attention_sink_bias True",
+    ),
+}
 DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank 1 'vanilla' 0"),
     "another rank": (
@@ -659,7 +646,7 @@ DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], A
         pytest.param(form, *mistake, id=f"{form}, {what}")
         for form in BLOCKS
         for what, mistake in (
-            BLOCK_MISTAKES | (DSPARK_MISTAKES if "dspark" in form else {})
+            BLOCK_MISTAKES | (DSPARK_MISTAKES if "dspark" in form else DFLASH_MISTAKES)
         ).items()
     ],
 )
@@ -758,14 +745,6 @@ def test_feature_layers_that_are_not_written_are_the_authors_own() -> None:
     assert (
         found.feature_layers == (1, 5, 8) and "no feature layers are written" in source.remarks[0]
     )
-
-
-def test_a_feature_before_the_first_block_is_refused() -> None:
-    _, config, tensors = eagle3_files()
-    config["eagle_aux_hidden_state_layer_ids"] = [0, 6, 9]
-    del config["eagle_config"]
-    with refused("[0 6 9]"):
-        import_head(config, tensors, INFO)
 
 
 def test_an_unordered_vocabulary_is_sorted_with_its_lm_head() -> None:

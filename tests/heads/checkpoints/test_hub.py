@@ -154,27 +154,6 @@ def test_an_id_that_is_none_is_refused_before_anything_is_asked(
         local_folder("../head")
 
 
-def test_the_published_folder_has_what_servers_look_for_and_loads_as_before(tmp_path: Path) -> None:
-    head, folder = made("medusa", tmp_path / "head", lm_head="shared")
-    weight_VD = torch.randn(40, 16)
-    ready = tmp_path / "ready"
-    publishable(
-        folder, ready, Listing("me/head", "org/base", "mit"), {"lm_heads.0.weight": weight_VD}
-    )
-    from safetensors.torch import load_file
-
-    assert torch.equal(load_file(ready / "model.safetensors")["lm_heads.0.weight"], weight_VD)
-    assert same(load_head(ready, INFO)[0], head)
-    card = (ready / "README.md").read_text(encoding="utf-8")
-    front = yaml.safe_load(card.split("---\n")[1])
-    assert (
-        front["base_model"] == "org/base"
-        and front["base_model_relation"] == "adapter"
-        and front["license"] == "mit"
-    )
-    assert 'head="me/head"' in card and "vllm serve org/base" in card and "it has no Medusa" in card
-
-
 def published(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str], list[str]]:
     """Text of each file that would be uploaded, weights left out, and what is left out."""
     left_out = publishable(folder, ready, Listing("me/head", **listing), {})

@@ -266,17 +266,6 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(block))
 
 
-def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
-    folder = save(build(), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "lossless" in card and "Nothing was measured" not in card
-    assert "17 held-out prompts, greedy, 64 tokens each" in card
-    assert "| chain | 5 | 1.64 (1.59 to 1.70) | 0.43 0.38 |" in card
-    assert "| tree | 16 | 2.12 (2.04 to 2.21) | 0.61 0.55 |" in card
-    assert "- num_layers: 2" in card and "made-up/target" in card
-    assert front_matter(folder)["base_model"] == "made-up/target"
-
-
 def test_the_card_says_that_nothing_was_measured(tmp_path: Path) -> None:
     card = (save(build(), tmp_path / "head") / "README.md").read_text(encoding="utf-8")
     assert "Nothing was measured" in card and "|" not in card

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from messages import refused
@@ -30,7 +31,7 @@ from headstart.heads.layers.starting_values import target_layer_weights
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 
-HEADS, GROUPS, SIZE = 4, 2, 8
+SIZE = helpers.SIZES["head_dim"]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -51,16 +52,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": HEADS * SIZE,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": SIZE,
-    "max_position_embeddings": 512,
-}
+SIZES = helpers.SIZES | {"vocab_size": 31, "num_hidden_layers": 3}
 
 
 def build_target(rope: dict[str, Any], qwen: bool = False) -> Target:

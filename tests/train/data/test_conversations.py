@@ -443,11 +443,6 @@ def test_a_saved_data_set_has_splits_too(tmp_path):
         read_conversations(str(tmp_path / "saved"))
 
 
-def test_a_limit_counts_over_all_sources(tmp_path):
-    paths = [write_rows(tmp_path / f"{i}.jsonl", [{"messages": MESSAGES}] * 3) for i in range(3)]
-    assert [len(source.rows) for source in open_sources(paths, 4)] == [3, 1]
-
-
 @pytest.mark.parametrize("split", ["", "train"])
 @pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
 @pytest.mark.parametrize("text", ["", "3", "{}", "[" * 100_000, "\xff", '{"_data_files": 3}'])

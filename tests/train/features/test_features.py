@@ -23,7 +23,6 @@ from headstart.inference.feature_cache import (
     encoded,
     key_of,
 )
-from headstart.stopping import Stopped
 from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate, collate_rows
 from headstart.train.data.chat_template import Example
@@ -345,22 +344,6 @@ def test_auto_reads_what_is_there_even_once(short, changed, counted, tmp_path):
     assert read[0] < read[1]
 
 
-@pytest.mark.parametrize("mode", ["cached", "auto"])
-@pytest.mark.parametrize("word", list(FORMATS))
-@pytest.mark.parametrize("step", [2, 8])
-def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
-    short, stop_after, monkeypatch, mode, word, step
-):
-    short = dataclasses.replace(short, features=FeaturesConfig(mode=mode, format=word))
-    whole = train(dataclasses.replace(short, output=short.output + "-whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(Stopped):
-            train(short)
-    one, other = last_weights(train(short)), last_weights(whole)
-    assert same_tensors(one, other)
-
-
 @pytest.mark.parametrize("mode", ["online", "cached", "auto"])
 @pytest.mark.parametrize("word", ["float32", "int8"])
 def test_reading_ahead_changes_no_weight(short, changed, mode, word):
@@ -405,12 +388,9 @@ def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
     assert reader.read_ahead([batch], 1)[0].states_BTLD is not None
 
 
-def test_states_lost_between_two_starts_are_computed_again(short, stop_after, monkeypatch):
+def test_states_lost_between_two_starts_are_computed_again(short, stopped_at):
     short = dataclasses.replace(short, features=FeaturesConfig(mode="cached", format="float32"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4)
-        with pytest.raises(Stopped):
-            train(short)
+    stopped_at(4, short)
     folder = short.output + "/features"
     shutil.rmtree(folder)
     assert last_weights(train(short)).keys()
