@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +152,15 @@ def saved_head(
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     save_head(head, folder, metadata or CheckpointMetadata())
     return head
+
+
+def run_interpreted(program: str) -> None:
+    """Run a program whose Triton kernels are interpreted on the CPU."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 class Oracle(BatchDrafter):

@@ -24,7 +24,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from messages import refused
-from runs import checkpoints_of, evaluations_of, log_of, write_config
+from runs import checkpoints_of, evaluations_of, log_of, write_config, write_rows
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -52,20 +52,17 @@ ROUNDED = 0.03
 
 
 @pytest.fixture(scope="module")
-def options(run_options, tmp_path_factory):
+def options(run_options, changed, tmp_path_factory):
     """A head that reads its own weights outside of its modules and feeds on its own outputs; rows
     of any length.
 
     Its vocabulary is truncated, so it has buffers beside its weights.
     """
-    config = run_options(tmp_path_factory.mktemp("parallel") / "one process", STEPS)
-    return dataclasses.replace(
-        config,
+    return changed(
+        run_options(tmp_path_factory.mktemp("parallel") / "one process", STEPS),
         head={"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8},
-        loop=dataclasses.replace(
-            config.loop, batch_size=8, eval_every=0, save_every=15, timeout=1.0
-        ),
-        optim=OptimConfig(lr=3e-3),
+        loop={"batch_size": 8, "eval_every": 0, "save_every": 15, "timeout": 1.0},
+        optim={"lr": 3e-3},
     )
 
 
@@ -548,7 +545,7 @@ def test_processes_that_read_different_data_are_refused():
 
 
 @pytest.fixture(scope="module")
-def thirteen(options, tmp_path_factory):
+def thirteen(options, changed, tmp_path_factory):
     """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves
     forwards empty."""
     folder = tmp_path_factory.mktemp("thirteen")
@@ -560,14 +557,12 @@ def thirteen(options, tmp_path_factory):
         for user, says in messages[:1]
     ]
     rows = [{"messages": each} for each in [*messages, *long, messages[3]]]
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    return dataclasses.replace(
+    source = write_rows(folder / "data.jsonl", rows)
+    return changed(
         options,
         output=str(folder / "whole"),
-        data=dataclasses.replace(options.data, sources=[str(folder / "data.jsonl")], held_out=0.01),
-        loop=dataclasses.replace(options.loop, batch_size=8, micro_batch=2),
+        data={"sources": [source], "held_out": 0.01},
+        loop={"batch_size": 8, "micro_batch": 2},
         features=FeaturesConfig(mode="cached", format="float32"),
     )
 

@@ -117,21 +117,15 @@ def test_a_residual_that_is_not_taken_is_found(config, monkeypatch):
     assert "reject the target's distribution; clearest at token" in report["reasons"][0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_stale_cache_entry_is_found(config, dtype, monkeypatch):
-    """The entries of a path are not moved to their places."""
+def keep_stale_entries(monkeypatch):
+    """The cache's entries of a path are not moved to their places."""
     accept = TreeCache.accept
     monkeypatch.setattr(
         TreeCache, "accept", lambda self, path, lengths, in_order: accept(self, path, lengths, True)
     )
-    report = certify(tree_of(replace(config, dtype=dtype, max_new_tokens=32)))
-    assert report["verdict"] == "not lossless"
-    assert "lie further below the best one than rounding explains" in report["reasons"][0]
-    assert report["greedy"]["beyond_ties"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_shifted_position_is_found(config, dtype, monkeypatch):
+def shift_positions(monkeypatch):
     """Nodes of a tree are placed a position too far."""
     visible_slots = model_engine.visible_slots
 
@@ -141,31 +135,20 @@ def test_a_shifted_position_is_found(config, dtype, monkeypatch):
 
     monkeypatch.setattr(model_engine, "visible_slots", shifted)
     monkeypatch.setattr(cpu, "visible_slots", shifted)
+
+
+@pytest.mark.parametrize("plant", [keep_stale_entries, shift_positions])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_logits_of_a_tree_are_found(config, dtype, plant, monkeypatch):
+    plant(monkeypatch)
     report = certify(tree_of(replace(config, dtype=dtype, max_new_tokens=32)))
     assert report["verdict"] == "not lossless"
     assert "lie further below the best one than rounding explains" in report["reasons"][0]
+    assert report["greedy"]["beyond_ties"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dropped_logits_processor_is_found_and_named(config, dtype, monkeypatch):
-    penalized = tree_of(replace(config, dtype=dtype, repetition_penalty=1.3, max_new_tokens=40))
-    assert certify(penalized)["verdict"].startswith("identical")
-    honest = TreeLogitsProcessor.__call__
-
-    def dropping(self, logits_BNV, tree, text_of, rows):
-        if logits_BNV.shape[1] > 1:
-            return logits_BNV.float()
-        return honest(self, logits_BNV, tree, text_of, rows)
-
-    monkeypatch.setattr(TreeLogitsProcessor, "__call__", dropping)
-    report = certify(penalized)
-    assert report["verdict"] == "not lossless"
-    assert (
-        "each of these tokens is the best one without the logits processors" in report["reasons"][1]
-    )
-
-
-def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
+def drop_processors(monkeypatch):
+    """Those of drafts; their temperature stays."""
     honest = TreeLogitsProcessor.__call__
 
     def dropping(self, logits_BNV, tree, text_of, rows):
@@ -174,6 +157,22 @@ def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
         return honest(self, logits_BNV, tree, text_of, rows)
 
     monkeypatch.setattr(TreeLogitsProcessor, "__call__", dropping)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dropped_logits_processor_is_found_and_named(config, dtype, monkeypatch):
+    penalized = tree_of(replace(config, dtype=dtype, repetition_penalty=1.3, max_new_tokens=40))
+    assert certify(penalized)["verdict"].startswith("identical")
+    drop_processors(monkeypatch)
+    report = certify(penalized)
+    assert report["verdict"] == "not lossless"
+    assert (
+        "each of these tokens is the best one without the logits processors" in report["reasons"][1]
+    )
+
+
+def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
+    drop_processors(monkeypatch)
     report = certify(sampled(config, top_k=2, acceptance="point_mass", tree="chain:3"))
     assert report["verdict"] == "not lossless"
     assert "after the logits processors, gives probability 0" in report["reasons"][0]

@@ -17,7 +17,7 @@ import pytest
 from helpers import build_tokenizer
 from json_server import JsonServer
 from messages import refused
-from runs import rows_of, write_prompts
+from runs import rows_of, write_prompts, write_rows
 
 from headstart.addons import openai_server
 from headstart.addons.serve import answers as served
@@ -135,9 +135,7 @@ def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
         {"prompt": "one", "temperature": 0.0, "kind": "short"},
         {"prompt": "two", "follow_up": "and then?"},
     ]
-    Path(config.prompts).write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_rows(Path(config.prompts), rows)
     ask_servers(config)
     one, two = sorted(rows_of(config.output), key=lambda row: row["number"])
     assert (one["kind"], one["temperature"], len(one["messages"])) == ("short", 0.0, 2)
@@ -492,7 +490,7 @@ def test_every_turn_is_answered_anew_on_the_new_history(
             turns[2],
         ]
     }
-    Path(with_tokenizer.prompts).write_text(json.dumps(row) + "\n", encoding="utf-8")
+    write_rows(Path(with_tokenizer.prompts), [row])
 
     def reply(server, body):
         text = "echo " + body["messages"][-1]["content"]
@@ -526,9 +524,7 @@ def test_tools_are_sent_and_a_call_ends_the_conversation(config, server):
             "tools": [{"type": "function", "function": {"name": "f"}}],
         }
     ]
-    Path(config.prompts).write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_rows(Path(config.prompts), rows)
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
 
     def reply(server, body):

@@ -1,12 +1,9 @@
 """Fused operations: the Triton kernels, interpreted on a CPU, against the torch operations that
 they stand for."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from helpers import run_interpreted
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from headstart.heads.layers import fused
@@ -75,18 +72,7 @@ for number in (torch.nan, torch.inf):
 
 def test_kernels_compute_what_the_torch_operations_say():
     pytest.importorskip("triton")
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    run_interpreted(PROGRAM)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

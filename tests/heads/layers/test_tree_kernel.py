@@ -1,11 +1,8 @@
 """The tree kernel, interpreted on a CPU by Triton itself: `make test-kernels` has the environment
 that this needs."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from helpers import run_interpreted
 
 pytest.importorskip("triton")
 PROGRAM = """
@@ -41,15 +38,4 @@ assert attended[0, 2, 3].isnan().all() and attended.isnan().sum() == 64
 def test_it_is_the_softmax_over_what_a_node_sees():
     """In float64 to the last digits: for batches, groups, windows, and nodes of which some are in
     the cache already."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    run_interpreted(PROGRAM)

@@ -8,6 +8,7 @@ import json
 import pytest
 from helpers import build_model
 from messages import lacking, refused
+from runs import rows_of, write_rows
 from templates import FAMILIES, end_tokens, tokenizer_of
 
 from headstart.inference import tokenizer_provenance
@@ -51,7 +52,6 @@ def made_with(family, writes, row, tmp_path, monkeypatch, **options):
     model.generation_config.eos_token_id = sorted(ends)
     model.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     texts = iter(writes)
 
     def written(lm, prompts, *_, **__):
@@ -62,14 +62,13 @@ def made_with(family, writes, row, tmp_path, monkeypatch, **options):
     config = SelfMadeConfig(
         target=str(tmp_path / "target"),
         output=str(tmp_path / "answers.jsonl"),
-        prompts=str(tmp_path / "prompts.jsonl"),
+        prompts=write_rows(tmp_path / "prompts.jsonl", [row]),
         dtype="float32",
         min_distinct=0.0,
         template_kwargs=family.variables,
         **options,
     )
-    lines = make_conversations(config).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines], tokenizer
+    return rows_of(make_conversations(config)), tokenizer
 
 
 @pytest.mark.parametrize("end", ["finished", "cut off", "cut off in the reasoning"])
@@ -258,8 +257,7 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
         {"prompt": "a", "completion": "x"},
     ]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found, rejected = read_prompts_to_answer(path)
+    found, rejected = read_prompts_to_answer(write_rows(path, rows))
     said = [[[message["content"] for message in turn] for turn in row["turns"]] for row in found]
     assert said == [
         [["a"], ["b"]],

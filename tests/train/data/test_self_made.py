@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import Ended
 from messages import refused
-from runs import Killed, write_prompts
+from runs import Killed, write_prompts, write_rows
 
 from headstart.inference import load_tokenizer, tokenizer_provenance
 from headstart.inference.text.chat_template import prompt_ids
@@ -123,13 +123,10 @@ def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_pat
     monkeypatch.setattr(
         selfmade, "prompt_ids", lambda *given: asked.append(given[2:4]) or encoded(*given)
     )
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n"
-    )
+    row = {"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}
     made(
         config,
-        prompts=str(prompts),
+        prompts=write_rows(tmp_path / "prompts.jsonl", [row]),
         thinking=thinking,
         template_kwargs={"effort": "high"},
         max_new_tokens=120,
@@ -159,16 +156,6 @@ def test_no_batch_of_a_seed_is_one_of_another(config):
     assert rows[0][1]["messages"] != rows[1][0]["messages"]
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("state_write", [1, 2, 3])
-def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(
-    config, monkeypatch, state_write, after
-):
-    whole = made(config, **elsewhere(config))
-    killed_at(monkeypatch, config, state_write, after)
-    assert made(config) == whole
-
-
 def test_killed_in_the_middle_of_a_line_the_file_comes_out_the_same(config, monkeypatch):
     whole = made(config, **elsewhere(config))
     killed_at(monkeypatch, config, 2, after=True)
@@ -188,17 +175,6 @@ def fake_model(monkeypatch, tokenizer):
         return [(tokenizer.encode(f"no {draw}") if draw % 3 else [], True) for draw in draws]
 
     monkeypatch.setattr(selfmade, "_continue", write)
-
-
-@pytest.mark.parametrize("state_write", range(2, 9))
-def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(
-    config, monkeypatch, state_write, tokenizer
-):
-    fake_model(monkeypatch, tokenizer)
-    config = changed(config, conversations=16)
-    whole = made(config, **elsewhere(config))
-    killed_at(monkeypatch, config, state_write, after=True)
-    assert made(config) == whole
 
 
 def prompt_file(tmp_path, count):
@@ -256,7 +232,6 @@ def test_asking_for_more_conversations_later_skips_no_given_prompt(
 @pytest.fixture
 def mixed(config, tmp_path):
     """Prompts of two temperatures in any order, some with a second turn."""
-    path = tmp_path / "mixed.jsonl"
     rows = [
         {
             "kind": "even" if i % 2 == 0 else "odd",
@@ -266,8 +241,8 @@ def mixed(config, tmp_path):
         | ({"follow_up": "why?"} if i % 4 == 0 else {})
         for i in range(24)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return changed(config, prompts=str(path), conversations=24, min_distinct=0.0, max_new_tokens=40)
+    path = write_rows(tmp_path / "mixed.jsonl", rows)
+    return changed(config, prompts=path, conversations=24, min_distinct=0.0, max_new_tokens=40)
 
 
 def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypatch, tokenizer):
@@ -289,11 +264,26 @@ def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypa
         assert row["tokens"] == len(answer["content"]) * (2 if asked_on else 1)  # a token each byte
 
 
-@pytest.mark.parametrize("state_write", range(2, 5))
-def test_prompts_of_two_temperatures_killed_come_out_the_same(mixed, monkeypatch, state_write):
-    whole = made(mixed, **elsewhere(mixed))
-    killed_at(monkeypatch, mixed, state_write, after=True)
-    assert made(mixed) == whole
+@pytest.mark.parametrize(
+    ("what", "state_write", "after"),
+    [
+        *(("own", number, after) for number in (1, 2, 3) for after in (False, True)),
+        *(("two temperatures", number, True) for number in range(2, 5)),
+        *(("dropped answers", number, True) for number in range(2, 9)),
+    ],
+)
+def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(
+    config, mixed, monkeypatch, tokenizer, what, state_write, after
+):
+    """Prompts whose answers were dropped are remembered, too."""
+    if what == "two temperatures":
+        config = mixed
+    elif what == "dropped answers":
+        fake_model(monkeypatch, tokenizer)
+        config = changed(config, conversations=16)
+    whole = made(config, **elsewhere(config))
+    killed_at(monkeypatch, config, state_write, after)
+    assert made(config) == whole
 
 
 def test_answers_that_were_cut_off_are_dropped_where_wished_and_counted(mixed, capsys):
@@ -430,10 +420,9 @@ def test_what_the_tokenizer_tells_comes_before_the_model_is_loaded(
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     monkeypatch.setattr(selfmade, "load_speculative_lm", lambda *_: pytest.fail("loaded something"))
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in prompts or []))
+    path = write_rows(tmp_path / "prompts.jsonl", prompts or [])
     with refused(words):
-        made(config, target=str(folder), prompts=prompts and str(path))
+        made(config, target=str(folder), prompts=prompts and path)
 
 
 def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, tmp_path, capsys):
@@ -444,11 +433,10 @@ def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, t
     (folder / "chat_template.jinja").write_text(refuses + template, encoding="utf-8")
     lines = [json.dumps({"prompt": f"question {i}"}) for i in range(40)]
     lines[3:4] = ["{broken", json.dumps({"prompt": "refused"}), json.dumps({"prompt": "x" * 1020})]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path = write_rows(tmp_path / "prompts.jsonl", lines)
     options = {
         "target": str(folder),
-        "prompts": str(path),
+        "prompts": path,
         "conversations": 42,
         "min_distinct": 0.0,
     }
@@ -485,15 +473,15 @@ def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(config, 
     assert made(config) == whole
 
 
-def test_tokens_of_another_tokenizer_are_not_added_to(config, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.update(tokenizer="0123"), "0123"),  # of another tokenizer
+        (lambda state: state.pop("progress"), "elsewhere"),  # of servers
+    ],
+)
+def test_tokens_of_something_else_are_not_added_to(config, monkeypatch, change, words):
     killed_at(monkeypatch, config, 2, after=True)
-    as_begun_by(config, lambda state: state.update(tokenizer="0123"))
-    with refused("0123"):
-        made(config)
-
-
-def test_a_file_of_servers_answers_is_not_continued_here(config, monkeypatch):
-    killed_at(monkeypatch, config, 2, after=True)
-    as_begun_by(config, lambda state: state.pop("progress"))
-    with refused("elsewhere"):
+    as_begun_by(config, change)
+    with refused(words):
         made(config)
