@@ -50,6 +50,19 @@ def losses_of(folder: str | Path) -> tuple[list[list[float]], list[dict[str, Any
     return [row["loss"] for row in rows if "loss" in row], evaluations_of(folder)
 
 
+def assert_same_losses(
+    folder: str | Path, expected: str | Path, atol: float = 1e-6
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two runs have the same losses, and their one evaluation the same held-out loss; returns both
+    evaluations."""
+    found, (row,) = losses_of(folder)
+    wanted, (other,) = losses_of(expected)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=atol, rtol=0)
+    held_out = row["held_out_loss"], other["held_out_loss"]
+    torch.testing.assert_close(*held_out, atol=atol, rtol=0)
+    return row, other
+
+
 def evaluations_of(folder: str | Path) -> list[dict[str, Any]]:
     return [row for row in log_of(folder) if "eval" in row]
 

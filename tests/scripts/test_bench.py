@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import signal
@@ -277,8 +276,3 @@ def test_a_line_says_on_which_prompts_drafts_do_not_pay_and_where_to_read_on(con
     report["files"][config.prompts[0]]["speedup_vs_plain"]["median"] = 1.0
     print_report(report)
     assert "do not pay" not in capsys.readouterr().out
-
-
-def test_one_file_has_no_second_row_with_the_same_figures(config, capsys):
-    benchmark(dataclasses.replace(config, prompts=config.prompts[:1], profile=False))
-    assert "total" not in capsys.readouterr().out

@@ -128,6 +128,12 @@ def merged_model(folder, head, dtype=torch.float32):
     ).merge_and_unload()
 
 
+def answer(decoder, prompt, **more):
+    """What a model or a decoder of it generates greedily."""
+    output = decoder.generate(prompt, max_new_tokens=24, do_sample=False, **more)
+    return getattr(output, "sequences", output).tolist()
+
+
 def test_first_only_the_heads_learn_as_they_would_alone(trained, run_options, changed, tmp_path):
     alone = changed(run_options(tmp_path, STEPS), loop={"eval_every": 0, "save_every": JOINT_FROM})
     heads = saved_at(train(alone), JOINT_FROM)
@@ -291,13 +297,9 @@ def test_decoding_is_greedy_identical_to_the_adapted_model(strong, taught, held_
     differing = 0
     for example in held_out:
         prompt = prompt_of(example)[None]
-        ours = lm.generate(prompt, max_new_tokens=24, do_sample=False).sequences
-        assert (
-            ours.tolist() == adapted.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
-        )
-        differing += (
-            ours.tolist() != base.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
-        )
+        ours = answer(lm, prompt)
+        assert ours == answer(adapted, prompt)
+        differing += ours != answer(base, prompt)
     assert differing  # else the base could have written it
 
 
@@ -314,11 +316,7 @@ def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(
     )
     target.merge_adapter(strong / "adapter")
     lm = SpeculativeLM.from_pretrained(target, head=strong)
-    adapted = merged_model(taught, strong, torch.float64)
-    assert (
-        lm.generate(prompt, max_new_tokens=24, do_sample=False).sequences.tolist()
-        == adapted.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
-    )
+    assert answer(lm, prompt) == answer(merged_model(taught, strong, torch.float64), prompt)
 
 
 def test_merged_the_model_and_its_head_travel_without_the_adapter(
@@ -380,21 +378,18 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
 ):
     """A second decoding method on the same model finds it merged."""
     prompt = prompt_of(held_out[0])[None]
-    settings = {"max_new_tokens": 24, "do_sample": False}
-    expected = merged_model(taught, strong, torch.float32).generate(prompt, **settings)
+    expected = answer(merged_model(taught, strong, torch.float32), prompt)
     model = base_model(taught, torch.float32)
     with refused("allow_adapter=True"):
-        model.generate(prompt, custom_generate=custom_generate(strong), **settings)
+        answer(model, prompt, custom_generate=custom_generate(strong))
     for head in (strong, load_head(strong)[0].to(torch.float32)):
         method = custom_generate(head, allow_adapter=True, compile=compile, adaptive=False)
-        assert (
-            model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()
-        )
-    assert model.generate(prompt, **settings).tolist() == expected.tolist()
+        assert answer(model, prompt, custom_generate=method) == expected
+    assert answer(model, prompt) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # the target of the head, not another one
         again = SpeculativeLM.from_pretrained(model, head=strong, compile=compile)
-    assert again.generate(prompt, **settings).sequences.tolist() == expected.tolist()
+    assert answer(again, prompt) == expected
 
 
 @pytest.mark.parametrize("step", [4, JOINT_FROM, 10])  # before the joint stage, at its start, in it

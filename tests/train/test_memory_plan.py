@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from headstart.scripts.command_line import options
 from headstart.train import memory_plan as plan
-from headstart.train.config import FeaturesConfig, OptimConfig, TrainConfig
+from headstart.train.config import OptimConfig, TrainConfig
 from headstart.train.engines import with_formats
 from headstart.train.features.placement import load_target
 from headstart.train.head import head_of
@@ -225,19 +225,6 @@ def test_a_checkpoint_that_is_packed_is_not_cut(config, tmp_path):
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     with refused("gptq"):
         load_target(recipe, accelerator)
-
-
-def test_disk_is_planned_against_what_is_free(config, capsys, tmp_path):
-    features = FeaturesConfig(mode="cached", folder=str(tmp_path / "states"))
-    recipe = config("8b", plan="ddp:8", features=features, output=str(tmp_path / "run"))
-    plan.show_plan(recipe, ["--plan", "ddp:8"])
-    said = " ".join(capsys.readouterr().out.split())
-    size = 12 * plan.plan_run(recipe).head_parameters / 2**30
-    assert f"a checkpoint takes {size:.2f} GiB on disk" in said
-    assert re.search(rf"{re.escape(str(tmp_path / 'run'))} has [\d.]+ GiB free", said)
-    assert re.search(
-        r"states on disk: 32,768 bytes a token; \S+ has [\d.]+ GiB free, for [\d,]+ tokens", said
-    )
 
 
 def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(config):

@@ -184,11 +184,6 @@ def test_the_number_of_prompts_stands_beside_every_interval(short, changed, caps
     assert "1 held-out prompt, greedy" in card
 
 
-def test_enough_held_out_prompts_are_worth_no_line(short, changed, capsys):
-    train(changed(short, loop={"max_steps": 1}, eval={"prompts": 5}))
-    assert "eval.prompts asks" not in " ".join(capsys.readouterr().out.split())
-
-
 MAY = json.dumps(
     {
         "step": "May",

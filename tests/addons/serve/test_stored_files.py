@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from messages import refused
-from runs import launched, losses_of, write_config
+from runs import assert_same_losses, launched, write_config
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve import state_files
@@ -69,16 +68,14 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
     with_target = dataclasses.replace(
         files, output=files.output + "-online", features=ServedFeaturesConfig()
     )
-    expected, (judged,) = losses_of(train_served(with_target))
+    expected = train_served(with_target)
     monkeypatch.setattr(Target, "load", None)
     read = []
     original = ServerLayers.read
     monkeypatch.setattr(
         ServerLayers, "read", lambda *given: read.append(given[1].name) or original(*given)
     )
-    found, (row,) = losses_of(train_served(files))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
-    torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
+    row, _ = assert_same_losses(train_served(files), expected)
     assert row["eval"]["chain"]["acceptance_length"] > 1, "their own answers are replayed"
     read.clear()
     started = dataclasses.replace(
@@ -153,9 +150,9 @@ def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, 
     )
     precompute(config, partial(open_server, config.features))
     alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
-    copied, _ = losses_of(train_served(dataclasses.replace(files, features=alone)))
-    direct, _ = losses_of(train_served(dataclasses.replace(files, output=files.output + "-direct")))
-    torch.testing.assert_close(torch.tensor(copied), torch.tensor(direct), atol=1e-6, rtol=0)
+    direct = dataclasses.replace(files, output=files.output + "-direct")
+    copied = dataclasses.replace(files, features=alone)
+    assert_same_losses(train_served(copied), train_served(direct))
 
 
 def on_two_processes(script, config, folder):
@@ -169,7 +166,7 @@ def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
     with_target = dataclasses.replace(
         files, output=files.output + "-online", features=ServedFeaturesConfig()
     )
-    expected, _ = losses_of(train_served(with_target))
+    expected = train_served(with_target)
     copied = dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
     code, said = on_two_processes("features", dataclasses.replace(files, features=copied), tmp_path)
     assert code == 0, said
@@ -178,8 +175,7 @@ def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
     alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
     code, said = on_two_processes("train", dataclasses.replace(files, features=alone), tmp_path)
     assert code == 0, said
-    found, _ = losses_of(Path(files.output))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
+    assert_same_losses(files.output, expected, atol=1e-5)
     shards[0].unlink()
     other = dataclasses.replace(files, output=files.output + "-lacking", features=alone)
     code, said = on_two_processes("train", other, tmp_path)

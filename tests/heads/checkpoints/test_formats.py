@@ -506,21 +506,13 @@ def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) ->
             import_head(config | {"num_heads": 5}, dict(tensors), INFO, parts())
 
 
+DFLASH = {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5}
+DSPARK = DFLASH | {"markov_rank": 4}
 BLOCKS: dict[str, dict[str, Any]] = {
-    "dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
-    "speculators-dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
-    "dspark": {
-        "draft_vocab_size": 7,
-        "feature_layers": [1, 6],
-        "markov_rank": 4,
-        "sliding_window": 5,
-    },
-    "speculators-dspark": {
-        "draft_vocab_size": 7,
-        "feature_layers": [1, 6],
-        "markov_rank": 4,
-        "sliding_window": 5,
-    },
+    "dflash": DFLASH,
+    "speculators-dflash": DFLASH,
+    "dspark": DSPARK,
+    "speculators-dspark": DSPARK,
 }
 """Heads that draft blocks, by format."""
 

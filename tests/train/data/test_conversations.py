@@ -29,44 +29,35 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": MESSAGES},
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
-        {"id": "0", "conversations": MESSAGES},
-        {
-            "conversations": [
-                {"role": "human", "content": "hi"},
-                {"from": "gpt", "value": "yo", "role": None},
-            ]
-        },
-        {"prompt": "hi", "completion": "yo"},
-        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
-            ]
-        },
-        {"prompt": "another column", "messages": MESSAGES},
-        {"conversations": None, "messages": MESSAGES},
-    ],
-    ids=[
-        "messages",
-        "ShareGPT",
-        "conversations of messages",
-        "mixed turns",
-        "prompt and completion",
-        "the same as messages",
-        "parts",
-        "messages first",
-        "null",
-    ],
-)
+ROWS = {
+    "messages": {"messages": MESSAGES},
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    },
+    "conversations of messages": {"id": "0", "conversations": MESSAGES},
+    "mixed turns": {
+        "conversations": [
+            {"role": "human", "content": "hi"},
+            {"from": "gpt", "value": "yo", "role": None},
+        ]
+    },
+    "prompt and completion": {"prompt": "hi", "completion": "yo"},
+    "the same as messages": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+    "parts": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
+        ]
+    },
+    "messages first": {"prompt": "another column", "messages": MESSAGES},
+    "null": {"conversations": None, "messages": MESSAGES},
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
 def test_every_format_in_every_kind_of_source_becomes_messages(tmp_path, row, kind):
     rows = [row, row]

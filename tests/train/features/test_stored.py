@@ -12,8 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from messages import refused
-from runs import losses_of, same_tensors
-from safetensors.torch import load_file
+from runs import assert_same_losses, last_weights, same_tensors
 
 from headstart import files as files_module
 from headstart.inference import Target, feature_cache
@@ -42,19 +41,13 @@ def test_a_run_without_the_target_has_the_losses_of_one_with_it(stored, monkeypa
     with_target = dataclasses.replace(
         stored, output=stored.output + "-online", features=FeaturesConfig()
     )
-    expected, (judged,) = losses_of(train(with_target))
+    expected = train(with_target)
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
         folder = train(stored)
-    found, (row,) = losses_of(folder)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
-    torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
+    row, judged = assert_same_losses(folder, expected)
     assert row["eval"] == judged["eval"]
-    one, other = (
-        load_file(path / "last" / "model.safetensors")
-        for path in (folder, folder.parent / "run-online")
-    )
-    assert one.keys() == other.keys()
+    assert last_weights(folder).keys() == last_weights(expected).keys()
 
 
 def test_what_a_folder_lacks_is_told_before_the_target_is_needed(
@@ -113,11 +106,9 @@ class TwinStates(StateSource):
 
 def test_a_source_of_the_callers_own_gives_the_same_head(short, taught):
     with_target = dataclasses.replace(short, head=HEAD, output=short.output + "-online")
-    expected, (judged,) = losses_of(train(with_target))
     served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
-    found, (row,) = losses_of(train(served, source=partial(TwinStates, str(taught))))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
-    torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
+    folder = train(served, source=partial(TwinStates, str(taught)))
+    assert_same_losses(folder, train(with_target))
 
 
 class Asked(TwinStates):
@@ -154,7 +145,7 @@ def test_a_source_that_fails_costs_no_step(short, taught, changed, monkeypatch, 
     source = partial(Asked, str(taught))
     served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
     served = changed(served, loop={"max_steps": 12, "save_every": 0}, data={"workers": workers})
-    wanted = load_file(train(served, source=source) / "last/model.safetensors")
+    wanted = last_weights(train(served, source=source))
     again = dataclasses.replace(served, output=served.output + "-again")
     with pytest.raises(ValueError, match="the server hangs"):
         train(again, [Hang()], source)
@@ -162,8 +153,7 @@ def test_a_source_that_fails_costs_no_step(short, taught, changed, monkeypatch, 
     step = int(saved.name.removeprefix("step-"))
     assert step == 2 if workers == 0 else 2 <= step < 12
     Asked.hangs.unlink()
-    found = load_file(train(again, source=source) / "last/model.safetensors")
-    assert same_tensors(found, wanted)
+    assert same_tensors(last_weights(train(again, source=source)), wanted)
 
 
 def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(short):
