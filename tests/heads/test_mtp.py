@@ -463,35 +463,6 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
     assert output.stats.rounds < rounds
 
 
-@pytest.mark.parametrize("kind", ["ernie4_5_moe", "nemotron_h"])
-def test_heads_that_transformers_cannot_run_draft_what_their_model_writes(kind, tmp_path) -> None:
-    """ERNIE's own norm is used twice; Nemotron-H is a target with a state, in chains and in a
-    tree."""
-    model = tiny_model(kind, vocab_size=4)
-    head = random_mtp(model)
-    if kind == "ernie4_5_moe":
-        share_the_norm(head, model)
-    save_with(model, as_named(head, kind.split("4")[0].split("_")[0]), tmp_path)
-    prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
-    settings = {
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(prompt_1T),
-    }
-    # The kernels that transformers chooses for experts know no float64.
-    options: dict[str, Any] = {
-        "dtype": "float64",
-        "experts_implementation": "eager",
-        "compile": False,
-    }
-    for tree in ("chain:3", "dynamic:10:3:3"):
-        lm = SpeculativeLM.from_pretrained(tmp_path, "mtp", tree=tree, **options)
-        expected = lm.target.model.generate(prompt_1T, pad_token_id=0, **settings)
-        output = lm.generate(prompt_1T, pad_token_id=0, **settings)
-        assert torch.equal(output.sequences, expected)
-        assert output.stats.rounds < 39, "no draft was accepted, so nothing was shown"
-
-
 def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeypatch) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "plain")

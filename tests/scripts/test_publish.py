@@ -115,22 +115,6 @@ def test_a_base_model_changes_neither_licence_nor_origin(taught, made, tmp_path,
     assert "license: apache-2.0" in again and "# A draft head (eagle3) for a/b" in again
 
 
-def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
-    _, folder = made("medusa")
-    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
-    push_head(
-        PushConfig(
-            run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"
-        )
-    )
-    said = capsys.readouterr().out
-    assert (
-        "model.safetensors" in said
-        and "base_model: org/base" in said
-        and "nothing was uploaded" in said
-    )
-
-
 @pytest.mark.parametrize("repo", ["", "me/head"])
 def test_what_would_be_pushed_is_written_to_a_folder(taught, made, tmp_path, monkeypatch, repo):
     head, folder = made("medusa", lm_head="shared")
@@ -168,25 +152,6 @@ def test_a_card_without_a_base_model_is_warned_of(made, monkeypatch, recwarn):
     recwarn.clear()
     push_head(PushConfig(run=str(folder), repo="me/head", base_model="org/base"))
     assert not recwarn.list
-
-
-def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(
-    taught, made, monkeypatch, tmp_path
-):
-    _, folder = made("medusa", lm_head="shared")
-    (tmp_path / "run").mkdir()
-    folder.rename(tmp_path / "run" / "best")
-    found = {}
-
-    def push(ready, repo, *rest):
-        found.update(read_weights(ready), repo=repo)
-        return "an address"
-
-    monkeypatch.setattr(hub, "push_folder", push)
-    push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head", target=str(taught)))
-    weight_VD = Target.from_pretrained(taught).modules.lm_head.weight
-    assert found["repo"] == "me/head" and torch.equal(found["lm_heads.0.weight"], weight_VD)
-    assert "lm_heads.0.weight" not in read_weights(tmp_path / "run" / "best")
 
 
 def test_mistakes_are_told(taught, made, tmp_path):

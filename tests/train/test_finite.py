@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import split_examples
 from messages import refused
 from safetensors.torch import load_file
 
 from headstart.heads import MedusaHead
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.inference import Target, load_tokenizer
-from headstart.train.data.chat_template import encode
-from headstart.train.data.conversations import read_conversations
 from headstart.train.features import online as features
 from headstart.train.loop import train
 
@@ -116,26 +112,3 @@ def test_all_batches_of_an_accumulated_step_are_named(options, seen, changed):
     numbers = sorted(number for batch, _ in seen[2:4] for number in batch.conversations)
     assert len(seen) == 4 and f"conversations {numbers} " in str(error.value)
     assert "The newest checkpoint is not yet written" in str(error.value)
-
-
-def test_a_conversations_number_is_its_place_over_all_sources(
-    short, changed, conversations_file, tmp_path
-):
-    """One without an answer comes in between: it is not trained on, but counted."""
-    rows = read_conversations(str(conversations_file))
-    unanswered = {"messages": [{"role": "user", "content": "hello?"}]}
-    path = tmp_path / "first.jsonl"
-    path.write_text("\n".join(map(json.dumps, [rows[0], unanswered, rows[1]])), encoding="utf-8")
-    config = changed(short, data={"sources": [str(path), str(conversations_file)]})
-    everything = [row for source in config.data.sources for row in read_conversations(source)]
-    tokenizer, target = (
-        load_tokenizer(config.target),
-        Target.from_pretrained(config.target, torch.float32),
-    )
-    training, held_out = split_examples(everything, config, target, tokenizer)
-    found = {example.conversation: example for example in training + held_out}
-    assert sorted(found) == [number for number in range(len(everything)) if number != 1]
-    eos = frozenset({tokenizer.eos_token_id})
-    for number, example in found.items():
-        (alone,) = encode(everything[number], tokenizer, eos, config.data.max_length)
-        assert (alone.tokens, alone.loss_mask) == (example.tokens, example.loss_mask)

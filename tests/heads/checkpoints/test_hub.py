@@ -18,7 +18,7 @@ from loopback_hub import Handler, Hub
 from messages import refused
 from runs import same_tensors
 
-from headstart.heads import HEADS, CheckpointMetadata, DraftHead, build_head
+from headstart.heads import CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import (
@@ -44,18 +44,6 @@ def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
 
 def same(found: DraftHead, head: DraftHead) -> bool:
     return same_tensors(found.state_dict(), head.state_dict())
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_pushed_head_comes_back_by_its_id(hub: Hub, kind: str, tmp_path: Path) -> None:
-    head, folder = made(kind, tmp_path / "head")
-    url = push_folder(folder, "me/head", token="hf_x")
-    assert url == f"{hub.url}/me/head/commit/{hub.commits['me/head'][-1]}"
-    assert "custom_generate/generate.py" in hub.repos["me/head"]
-    found, metadata = load_head("me/head", INFO, cache_dir=tmp_path / "other cache")
-    assert same(found, head) and metadata.provenance == {"dtype": "float32"}
-    old = load_head("me/head", revision=hub.commits["me/head"][-1])[0]
-    assert same(old, head)
 
 
 def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(

@@ -35,7 +35,6 @@ REASONING = (
     " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONVERSATIONS = {
-    "one turn": [("user", "How are you?"), ("assistant", "I am fine, thank you.")],
     "several turns": [
         ("user", "one"),
         ("assistant", "the first answer"),
@@ -43,13 +42,6 @@ CONVERSATIONS = {
         ("assistant", "b"),
         ("user", "three"),
         ("assistant", "assistant\nuser\n\nline"),
-    ],
-    "system": [
-        ("system", "Be short."),
-        ("user", "hi"),
-        ("assistant", "no"),
-        ("user", "hi"),
-        ("assistant", "no"),
     ],
     "beyond ASCII": [("user", "größe 🎈"), ("assistant", "né 🎈🎈 日本")],
     "open end": [("user", "one"), ("assistant", "first"), ("user", "and now?")],
