@@ -221,7 +221,6 @@ def test_two_files_of_one_name_both_get_a_row(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompts": ["/nowhere.jsonl"]}, "'/nowhere.jsonl'"),
         ({"head": "/nowhere"}, "'/nowhere'"),
         ({"tree": "bush"}, "unknown 'bush'"),
         ({"tree": "chain:9"}, "3"),
@@ -230,13 +229,6 @@ def test_two_files_of_one_name_both_get_a_row(config, tmp_path, capsys):
 def test_what_cannot_be_used_is_named(config, change, words):
     with refused(words):
         benchmark(BenchConfig(**{**vars(config), **change}))
-
-
-def test_a_file_without_prompts_is_named(config, tmp_path):
-    with refused("empty.jsonl"):
-        benchmark(
-            BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]})
-        )
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

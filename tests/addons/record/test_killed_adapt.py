@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,25 +113,17 @@ def test_two_processes_do_not_adapt_in_one_folder(taught, begun, tmp_path):
     assert sorted(path.name for path in output.iterdir()) in ([], ["adapt.lock"])
 
 
-def test_a_recording_of_another_target_tokenizer_or_layers_is_refused(
-    taught, target_folder, begun, tmp_path
-):
+def test_a_recording_of_another_target_or_layers_is_refused(taught, target_folder, begun, tmp_path):
     given = options(taught, begun, tmp_path / "1") | {"replay": None}
     with pytest.raises(ValueError, match=r"holds states with (target|weights) = "):
         adapt(AdaptConfig(**given | {"target": str(target_folder)}))
-    other = tmp_path / "other tokenizer"
-    shutil.copytree(begun / "recorded", other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    (other / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
-    with pytest.raises(ValueError, match="holds states with tokenizer = 'another'"):
-        adapt(AdaptConfig(**given | {"recorded": str(other), "output": str(tmp_path / "2")}))
     target = Target.from_pretrained(str(taught), torch.float32)
     saved_head(tmp_path / "eagle3", target, "eagle3", feature_layers=[0, -1], depth=2)
     with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
         adapt(
             AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")})
         )
-    for number in "123":
+    for number in "13":
         assert not (tmp_path / number / "best").exists()
 
 

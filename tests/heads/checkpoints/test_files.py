@@ -78,15 +78,10 @@ def test_the_shapes_of_a_file_are_read_from_its_header_alone(tmp_path: Path) -> 
         weight_shapes(tmp_path)
 
 
-def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
     torch.save({"a": torch.ones(1)}, tmp_path / "secret.bin")
-    (head / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"weight_map": {"a": "../secret.bin"}})
-    )
-    with refused("secret.bin"):
-        read_weights(head)
     (head / "pytorch_model.bin").symlink_to(tmp_path / "secret.bin")
     with refused("secret.bin"):
         read_weights(head)
