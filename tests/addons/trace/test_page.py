@@ -14,8 +14,9 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from headstart.addons.trace import Trace
-from headstart.inference import Stats
-from headstart.inference.trees.stats import PARTS, RoundRecord
+from headstart.addons.trace.page import stats_data
+from headstart.addons.trace.report import stats_of
+from headstart.inference.trees.stats import PARTS
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None
@@ -66,7 +67,7 @@ def made_trace(
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
     greedy, typical, lookup = rule == "greedy", rule == "typical", more.pop("lookup", False)
-    records, made, output = [], [], [{"v": 0, "p": words[0][1], "r": -1, "d": 0}]
+    made, output = [], [{"v": 0, "p": words[0][1], "r": -1, "d": 0}]
     newest = 0
     for index in range(rounds):
         fallback = "slower" if index % 7 == 3 else ""
@@ -142,16 +143,14 @@ def made_trace(
                 "emitted": emitted,
             }
         )
-        records.append(RoundRecord(len(path) - 1, emitted, max(depth[:size]), index, fallback))
         emission = [*((tokens[node], depth[node]) for node in path[1:]), (following, 0)][:emitted]
         output += [
             {"v": token, "p": words[token][1], "r": index, "d": from_depth}
             for token, from_depth in emission
         ]
         newest = following
-    stats = Stats([records], max_depth=max(depth))
-    stats.round_seconds = [each["ms"] / 1000 for each in made]
-    rates = stats.acceptance_rate_by_depth
+    stats = stats_of({"rounds": made, "stats": {"acceptance_rate_by_depth": [None] * max(depth)}})
+    stats.seconds["prefill"] = 0.04
     return {
         "version": 1,
         "target": "some/target",
@@ -165,21 +164,7 @@ def made_trace(
         "prompt": "Write of a boat.",
         "output": output,
         "rounds": made,
-        "stats": {
-            "tokens": stats.tokens,
-            "rounds": stats.rounds,
-            "plain_rounds": stats.plain_rounds,
-            "acceptance_length": stats.acceptance_length if rounds else None,
-            "interval": list(stats.acceptance_length_interval) if rounds > 1 else None,
-            "acceptance_rate_by_depth": (
-                [None if rate != rate else rate for rate in rates] if rounds else []
-            ),
-            "tokens_per_second": stats.tokens / sum(stats.round_seconds) if rounds else None,
-            "prefill_ms": 40.0,
-            "parts_ms": {
-                part: sum(each["parts"][part] for each in made) / max(rounds, 1) for part in PARTS
-            },
-        },
+        "stats": stats_data(stats),
         "plain": (
             {"ms_per_token": 15.0, "tokens_per_second": 66.7, "same_text": True} if plain else None
         ),
