@@ -172,6 +172,11 @@ def test_a_text_file_is_written_whole_or_not_at_all(
             ):
                 write_whole(path, "two")
         assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+    with refused("nowhere", error=OSError):
+        write_whole(tmp_path / "nowhere" / "state.json", "")
+    (tmp_path / "any").touch()
+    write_whole(path, "\ud83d alone")  # text that is no Unicode
+    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode and path.stat().st_size > 6
     write_whole(path, "private", mode=0o600)
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == "private"
 
