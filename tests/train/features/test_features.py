@@ -141,15 +141,6 @@ def test_what_a_folder_holds_is_not_read_again_for_what_it_lacks(cached, example
     assert torch.equal(reads[1][0], torch.tensor(examples[0].tokens))
 
 
-@pytest.mark.parametrize("word", list(FORMATS))
-def test_what_is_trained_on_is_what_was_kept(cached, examples, word):
-    """Rounded at once: a run that reads its states again sees the same numbers."""
-    source = cached(format=word)
-    fresh = source(collate(examples)).features_BTF
-    source.settle(Accelerator())
-    assert torch.equal(cached(format=word)(collate(examples)).features_BTF, fresh)
-
-
 @pytest.mark.parametrize(
     ("word", "error"), [("float32", 1e-7), ("bfloat16", 2**-8), ("int8", 1 / 250)]
 )
@@ -358,14 +349,16 @@ def test_reading_ahead_changes_no_weight(short, changed, mode, word):
 
 
 @pytest.mark.parametrize("word", list(FORMATS))
-def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(
+def test_what_is_trained_on_is_what_was_kept_and_is_read_ahead_as_it_is_stored(
     cached, examples, reads, word
 ):
+    """Rounded at once: a run that reads its states again sees the same numbers."""
     source, batch = cached(format=word), collate(examples)
     assert source.read_ahead([batch], 0)[0] is batch  # nothing is there yet
     expected = source(batch)
     source.settle(Accelerator())
     other = cached(format=word)
+    assert torch.equal(other(batch).features_BTF, expected.features_BTF)
     (ahead,) = other.read_ahead([batch], 0)
     assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (
         word != "int8"
