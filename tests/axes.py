@@ -40,7 +40,9 @@ SEED = 0
 VOCAB = 7
 """Few tokens, so that drafts of untrained heads are now and then right."""
 BORDER = 24
-"""Tokens after which a text's rotary angles change, within many texts here."""
+"""Tokens after which a text's rotary angles or queries change, within many texts here."""
+BORDERS = ("border", "steps")
+"""Targets that change there."""
 SETTINGS: dict[str, Any] = {"max_new_tokens": 14, "repetition_penalty": 1.2, "pad_token_id": 0}
 WARPERS = (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3))
 SAMPLING = {"do_sample": True, "temperature": 1.3, "top_k": 3}
@@ -87,6 +89,17 @@ def border() -> tf.PreTrainedModel:
             sliding_window=None,
         )
     )
+
+
+def steps() -> tf.PreTrainedModel:
+    """Layers that see a chunk of the text, and layers whose queries grow in steps."""
+    sizes = {**SIZES, "num_hidden_layers": 4, "intermediate_size_mlp": 64, "head_dim": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    scales = {"attn_temperature_tuning": True, "attn_scale": 2.0, "floor_scale": BORDER}
+    config = tf.Llama4TextConfig(**sizes, **experts, **scales, attention_chunk_size=10)
+    model = tf.Llama4ForCausalLM(config)
+    model.set_experts_implementation("eager")  # the faster ones know no float64
+    return model
 
 
 def chains_only() -> tf.PreTrainedModel:
@@ -192,6 +205,7 @@ TARGETS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "dense": lambda: lively(dense),
     "windows": lambda: lively(windows),
     "border": lambda: lively(border),
+    "steps": lambda: lively(steps),
     "chains only": lambda: lively(chains_only),
     "hybrid": lambda: lively(states, 3.0),
     "convolution": lambda: lively(convolution),
@@ -537,7 +551,7 @@ def keeps_drafts(case: Case) -> bool:
     """Whether what is drafted depends on the row's text alone."""
     # Histories remember answers, and clocks choose between several trees. A head goes on with the
     # features of the segment in which a text was read.
-    if case["drafter"] not in (*HEADS, "model", "parallel model") or case["target"] == "border":
+    if case["drafter"] not in (*HEADS, "model", "parallel model") or case["target"] in BORDERS:
         return False
     # A GPU draws other numbers, and a head's own tree there is another.
     if case["engine"] == "recorded" and case["tree"] in (*DRAWN, "own"):

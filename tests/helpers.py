@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,26 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.heads.layers.tree_slots import TreeSlots
-from headstart.inference import Drafter, DraftTree, SpeculativeLM, Stats, Target, TreeShape
+from headstart.inference import (
+    Drafter,
+    DraftTree,
+    GenerateOutput,
+    SpeculativeLM,
+    Stats,
+    Target,
+    TreeShape,
+)
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
 from headstart.inference.drafters.round import Round
 from headstart.inference.engines.base import TargetOutput
@@ -33,7 +48,7 @@ from headstart.inference.rounds.observers import ObservedCall, RoundObserver
 from headstart.inference.rounds.sequences import Sequences
 from headstart.inference.rounds.verification import Verification
 from headstart.inference.trees.logits import TreeLogitsProcessor
-from headstart.inference.trees.sampling import RandomSampler
+from headstart.inference.trees.stats import RoundRecord
 from headstart.train.config import TrainConfig
 from headstart.train.data.chat_template import Example
 from headstart.train.data.split import rendering, split_held_out
@@ -130,11 +145,20 @@ def other_model(target: Target, layers: int = 1) -> Target:
     return Target(model.to(target.device).requires_grad_(False))
 
 
-def head_for(target: Target, kind: str, **options: Any) -> DraftHead:
-    """An untrained head on the CPU, initialized from the target so that its drafts vary."""
-    torch.manual_seed(0)
+def head_for(
+    target: Target, kind: str, noise: float = 0.0, seed: int = 0, **options: Any
+) -> DraftHead:
+    """A head on the CPU, initialized from the target so that its drafts vary.
+
+    With noise in its weights it is now right, now wrong.
+    """
+    torch.manual_seed(seed)
+    if kind == "eagle3" and target.info.num_layers < 6:  # too few blocks for its own choice
+        options = {"feature_layers": [0, -1]} | options
     head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
+    for parameter in head.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
     return head.eval()
 
 
@@ -161,6 +185,29 @@ def run_interpreted(program: str) -> None:
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+OF_OURS = ("max_batch_size", "past_key_values", "tree", "streamer")
+"""Options that transformers' own `generate` lacks, or means otherwise."""
+
+
+def check_identity(
+    lm: SpeculativeLM, rows: list[Tensor], side: str = "left", **settings: Any
+) -> GenerateOutput:
+    """Decode rows as one padded batch: each writes what `generate` writes for it alone.
+
+    `settings` are those of `generate`, in place of twenty greedy tokens.
+    """
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | settings
+    device = lm.target.device
+    ids_BT, mask_BT = padded_batch(rows, side)
+    output = lm.generate(ids_BT.to(device), attention_mask=mask_BT.to(device), **settings)
+    plain = {name: value for name, value in settings.items() if name not in OF_OURS}
+    for row, found in zip(rows, output.sequences[:, ids_BT.shape[1] :].tolist(), strict=True):
+        truth = written_alone(lm.target.model, row.to(device), **plain)
+        assert found[: len(truth)] == truth
+        assert set(found[len(truth) :]) <= {settings["pad_token_id"]}
+    return output
 
 
 class Oracle(BatchDrafter):
@@ -285,22 +332,6 @@ class Useless(Drafter):
         tokens[:, 0] = roots_B
         parents = torch.arange(-1, 7).expand(len(roots_B), -1)
         return DraftTree(tokens, parents, torch.full_like(roots_B, 8), max_depth=7)
-
-
-class AllDraws(RandomSampler):
-    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its
-    probability."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.ones(())
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        nodes, vocab = probs.shape[1:]
-        outcomes = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
-        assert len(outcomes) == len(probs)
-        self.weights = probs.gather(2, outcomes[:, :, None])[..., 0].prod(-1)
-        return outcomes
 
 
 class Branch:
@@ -460,19 +491,52 @@ def race_numbers(seed: int, place: int, vocab_size: int) -> Tensor:
 
 
 def exactly(
-    target: Target, prompt: Tensor, new_tokens: int, temperature: float
+    target: Target, prompt: Tensor, new_tokens: int, processors: Sequence[Any] = ()
 ) -> dict[tuple[int, ...], float]:
     """The target's own distribution of the next tokens, by one forward for every token of every
     text."""
+    process = LogitsProcessorList(processors)
     weights = {}
     for text in itertools.product(range(target.info.vocab_size), repeat=new_tokens):
         weight, ids = 1.0, prompt.tolist()
         for token in text:
-            logits = target.model(torch.tensor([ids])).logits[0, -1] / temperature
-            weight *= float(logits.softmax(-1)[token])
+            with torch.no_grad():
+                logits_1V = target.model(torch.tensor([ids])).logits[:, -1]
+            weight *= float(process(torch.tensor([ids]), logits_1V)[0].softmax(-1)[token])
             ids.append(token)
+            if weight == 0:  # what would follow may be no number
+                break
         weights[text] = weight
     return weights
+
+
+def check_distribution(
+    target: Target,
+    make_drafter: Callable[[], Any],
+    rule: Any,
+    prompts: list[Tensor],
+    new_tokens: int,
+    processors: Sequence[Any] = (),
+    slots: int | None = None,
+    close: float = 1e-9,
+) -> list[RoundRecord]:
+    """By every outcome of every draw, the rows' texts have the target's distribution, each row
+    independently of the others; returns what all rounds did."""
+    records: list[RoundRecord] = []
+
+    def run(draw: Branch) -> tuple[tuple[int, ...], ...]:
+        process = LogitsProcessorList(processors)
+        rows, stats = write(target, make_drafter(), rule, prompts, process, draw, new_tokens, slots)
+        records.extend(itertools.chain.from_iterable(stats.rows))
+        return tuple(map(tuple, rows))
+
+    found = every_branch(run)
+    alone = [exactly(target, prompt, new_tokens, processors).items() for prompt in prompts]
+    for texts in itertools.product(*alone):
+        weight = math.prod(weight for _, weight in texts)
+        difference = found.get(tuple(text for text, _ in texts), 0.0) - weight
+        assert abs(difference) <= close, texts
+    return records
 
 
 @dataclass

@@ -12,16 +12,13 @@ import pytest
 import torch
 from helpers import EachRound
 from transformers import (
-    LogitsProcessorList,
     MaxLengthCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.cache import kv_cache
-from headstart.inference.cache.kv_cache import BUCKET, POOLED
+from headstart.inference.cache.kv_cache import POOLED
 from headstart.inference.trees.stats import PARTS
 
 VOCAB = 31
@@ -52,17 +49,6 @@ def medusa(target, num_heads=3, seed=0, **options):
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head
-
-
-@pytest.mark.parametrize("length", [BUCKET - 20, BUCKET - 2, BUCKET, BUCKET + 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_cache_grows_beneath_any_tree(tiny_target, tools, seed, length):
-    target = tiny_target(vocab_size=VOCAB, seed=seed)
-    input_ids = prompt(length, seed)
-    lm = oracle(
-        tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed
-    )
-    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
 
 
 @pytest.mark.timeout(60)
@@ -121,74 +107,6 @@ def test_a_streamer_gets_the_prompt_and_then_every_returned_token_once(tiny_targ
         output = ours(lm, input_ids, streamer=streamer, max_new_tokens=new_tokens)
         assert streamer.tokens == output.sequences[0].tolist()
         assert streamer.ended
-
-
-def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_target):
-    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
-    lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
-    before = torch.random.get_rng_state()
-    first, second, other = (
-        ours(
-            lm, input_ids, do_sample=True, top_k=0, generator=torch.Generator().manual_seed(seed)
-        ).sequences
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-ENGINES = [
-    *(
-        ([[0]], "auto"),
-        ([[0], [1]], "auto"),
-        ([[0], [0, 0]], "auto"),
-        ("drawn:chain:1", "point_mass"),
-        ("dynamic:3:2:2", "auto"),
-    ),
-    *(
-        ("drawn:chain:2", word)
-        for word in ("token", "with_replacement", "without_replacement", "block", "traversal")
-    ),
-    *(("drawn:[[0], [1], [0, 0]]", word) for word in ("without_replacement", "traversal", "auto")),
-    ("drawn:branch:3", "auto"),
-    *((tree, "auto") for tree in ("independent:branch:2", "independent:[[0], [1], [0, 0]]")),
-]
-
-
-@pytest.mark.parametrize("warped", [True, False], ids=["top-k 2", "as it is"])
-@pytest.mark.parametrize(("tree", "acceptance"), ENGINES, ids=str)
-def test_three_sampled_tokens_have_the_targets_distribution(
-    tiny_target, tools, tree, acceptance, warped
-):
-    """The whole engine, prefill, drafts and rounds, by enumeration of every draw."""
-    vocab = 3
-    target = tiny_target(vocab_size=vocab, layers=1)
-    head = medusa(target, num_heads=2)
-    lm = SpeculativeLM.from_pretrained(
-        target, head=head, tree=tree, acceptance=acceptance, adaptive=False
-    )
-    input_ids = prompt(2, vocab=vocab)
-    processors = LogitsProcessorList(
-        [TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped]
-    )
-
-    def run(sampler):
-        rows, _ = tools.write(
-            target, lm.drafter, lm.drafting.sampling_rule, list(input_ids), processors, sampler, 3
-        )
-        return tuple(rows[0])
-
-    found = tools.every_branch(run)
-    assert sum(found.values()) == pytest.approx(1)
-    for text, mass in found.items():
-        expected = 1.0
-        with torch.no_grad():
-            for i, token in enumerate(text):
-                prefix = torch.cat([input_ids, torch.tensor([text[:i]], dtype=torch.int64)], dim=1)
-                scores = processors(None, target.model(prefix).logits[:, -1])[0]
-                expected *= float(scores.softmax(-1)[token])
-        assert mass == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -327,44 +245,6 @@ def test_statistics_split_the_time(tiny_target):
     assert isinstance(stats, Stats)
     assert set(stats.seconds) == {"prefill", *PARTS} == {"prefill", *stats.round_parts}
     assert all(seconds > 0 for seconds in stats.seconds.values())
-
-
-def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
-    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
-    lm = oracle(tools, target, TreeShape.chain(4), input_ids)
-    mask = torch.ones_like(input_ids)
-    rounds = list(lm.stream(input_ids, attention_mask=mask, max_new_tokens=40, do_sample=False))
-    assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[
-        0, 6:
-    ].tolist()
-    assert max(map(len, rounds)) > 1
-    with pytest.raises(ValueError, match="a streamer takes one row"):
-        list(
-            lm.stream(
-                input_ids.repeat(2, 1),
-                attention_mask=mask.repeat(2, 1),
-                max_new_tokens=4,
-                do_sample=False,
-            )
-        )
-
-
-def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
-    target, counted = tiny_target(vocab_size=VOCAB), []
-    lm = SpeculativeLM(target)
-    lm.observers.append(EachRound(counted.append))
-    for tokens in lm.stream(
-        prompt(6),
-        attention_mask=torch.ones(1, 6, dtype=torch.int64),
-        max_new_tokens=900,
-        do_sample=False,
-    ):
-        assert len(tokens) == 1
-        break
-    assert len(counted) < 900 and not [
-        each for each in threading.enumerate() if "headstart" in each.name
-    ]
-    assert torch.equal(ours(lm, prompt(6)).sequences, stock(target, prompt(6)))
 
 
 def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):

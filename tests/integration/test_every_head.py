@@ -3,7 +3,6 @@ changes the output."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +12,11 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from helpers import check_distribution
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessorList, TopKLogitsWarper
+from transformers import TopKLogitsWarper
 
 from headstart.heads import (
     HEADS,
@@ -607,34 +607,18 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(
 
 @every_head
 def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tools: Any
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
 ) -> None:
-    """The whole engine by enumeration: the prefill's draw, and those at every node of two rounds'
-    trees."""
-    vocab = 4
-    target = tiny_target(vocab_size=vocab, layers=3)
+    """The prefill's draw, and those at every node of two rounds' trees."""
+    target = tiny_target(vocab_size=4, layers=3)
     head = random_head(name, options, target).eval()
     drafter = tree_drafter(head, tree_policy("dynamic:4:2:2"), target.modules)
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
-    accepted: list[int] = []
     for tokens in ([3, 1], [2], [0, 1, 1, 2], [1, 0]):
-        prompt = torch.tensor(tokens)
-
-        def run(draw: Any, prompt: Tensor = prompt) -> tuple[int, ...]:
-            rows, stats = tools.write(target, drafter, point_mass, [prompt], processors, draw, 3)
-            accepted.extend(record.accepted for record in stats.rows[0])
-            return tuple(rows[0])
-
-        found = tools.every_branch(run)
-        texts = list(itertools.product(range(vocab), repeat=3))
-        tokens_BT = torch.tensor([(*tokens, *text) for text in texts])
-        with torch.no_grad():
-            logits_BTV = target.model(tokens_BT).logits[:, -4:-1]
-        scores_BTV = processors(None, logits_BTV.flatten(0, 1)).reshape(logits_BTV.shape)
-        truth_BT = scores_BTV.softmax(-1).gather(-1, tokens_BT[:, -3:, None])[..., 0]
-        for text, prob in zip(texts, truth_BT.prod(-1).tolist()):
-            assert abs(found.get(text, 0.0) - prob) <= 1e-9
-        if max(accepted) == 2:
+        prompts = [torch.tensor(tokens)]
+        records = check_distribution(
+            target, lambda: drafter, point_mass, prompts, 3, [TopKLogitsWarper(2)]
+        )
+        if max(record.accepted for record in records) == 2:
             return
     pytest.fail("hardly any draft was accepted, so nothing was shown")
 

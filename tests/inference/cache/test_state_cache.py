@@ -10,14 +10,12 @@ import pytest
 import torch
 from helpers import head_for, limited
 from hybrids import HYBRIDS, VOCAB, hybrid
-from transformers import LogitsProcessorList, MambaConfig, MambaForCausalLM, TemperatureLogitsWarper
+from transformers import MambaConfig, MambaForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import DraftTree, SpeculativeLM, Target, TreeShape
-from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.engines.stateful import StatefulEngine, leaf_paths
 from headstart.inference.targets.states import check_states, states_follow_chunks
-from headstart.inference.trees.verify import RULES, choose_rule
 
 KINDS = (
     "qwen3.5, gated delta",
@@ -273,40 +271,6 @@ def test_memory_that_runs_out_does_not_change_the_text(targets, monkeypatch, fam
         warnings.simplefilter("always")
         assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
     assert max(sizes) > 3
-
-
-@pytest.mark.parametrize(
-    ("family", "acceptance"),
-    [
-        *[("qwen3.5, gated delta", word) for word, rule in RULES.items() if not rule.lossy],
-        ("lfm2, convolution", "token"),
-        ("lfm2, convolution", "without_replacement"),
-        ("granite-4, mamba-2", "block"),
-        ("granite-4, mamba-2", "without_replacement"),
-    ],
-)
-def test_what_is_drawn_has_the_targets_distribution(tools, family, acceptance):
-    model = hybrid(family)
-    model.resize_token_embeddings(3)
-    target = Target(model)
-    tree = (
-        "drawn:branch:2" if acceptance in ("without_replacement", "traversal") else "drawn:chain:2"
-    )
-    if acceptance == "with_replacement":
-        tree = "independent:branch:2"
-    new = 2
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
-    prompt = torch.tensor([1, 2, 1])
-
-    def run(draw):
-        drafter = make_drafter(target, tools.other_model(target), tree)
-        rule = choose_rule(acceptance, drafter.kind, lossy=False)
-        return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
-
-    found = tools.every_branch(run)
-    with torch.no_grad():
-        for text, weight in tools.exactly(target, prompt, new, 0.8).items():
-            assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-6)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

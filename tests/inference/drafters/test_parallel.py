@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from helpers import build_model, padded_batch, written_alone
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.inference import RoundObserver, SmallerModel, SpeculativeLM, Target
 from headstart.inference.drafters.by_name import assistants, make_drafter
 from headstart.inference.drafters.draft_model import mask_token
 from headstart.inference.drafters.specs import drafter_spec
-from headstart.inference.trees.verify import choose_rule
 
 VOCAB, MASK = 20, 19
 
@@ -49,46 +45,6 @@ def test_drafts_are_the_models_own_after_the_text_and_masks(target, slots):
         ids = torch.tensor([text + [MASK] * 3])
         expected = draft(ids).logits[0, len(text) - 1 :].argmax(-1).tolist()
         assert drafted == expected
-
-
-@pytest.mark.parametrize(
-    ("tree", "acceptance", "vocab", "new"),
-    [
-        ("chain:2", "auto", 2, 4),
-        ("drawn:chain:2", "token", 2, 4),
-        ("drawn:branch:2", "without_replacement", 3, 2),
-    ],
-)
-def test_what_is_written_has_the_targets_distribution(
-    tiny_target, tools, tree, acceptance, vocab, new
-):
-    check_distribution(tiny_target, tools, tree, acceptance, vocab, new, [[1, 0, 1, 0, 1]])
-
-
-@pytest.mark.parametrize(("tree", "acceptance"), [("chain:2", "auto"), ("drawn:chain:1", "token")])
-def test_rows_of_a_batch_are_drawn_independently(tiny_target, tools, tree, acceptance):
-    check_distribution(tiny_target, tools, tree, acceptance, 2, 2, [[1, 0, 1], [1]])
-
-
-def check_distribution(tiny_target, tools, tree, acceptance, vocab, new, prompts):
-    """Every outcome of every draw, against the product of the rows' own distributions."""
-    target = tiny_target(vocab_size=vocab)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
-    rows = [torch.tensor(prompt) for prompt in prompts]
-
-    def run(draw):
-        drafter = make_drafter(target, Target(parallel(mask=vocab - 1, vocab=vocab)), tree)
-        rule = choose_rule(acceptance, drafter.kind, lossy=False)
-        texts, _ = tools.write(target, drafter, rule, rows, processors, draw, new)
-        return tuple(map(tuple, texts))
-
-    found = tools.every_branch(run)
-    alone = [tools.exactly(target, row, new, 0.8) for row in rows]
-    for texts in itertools.product(*alone):
-        weight = 1.0
-        for text, weights in zip(texts, alone, strict=True):
-            weight *= weights[text]
-        assert found.get(texts, 0.0) == pytest.approx(weight, abs=1e-9)
 
 
 class Watched(RoundObserver):

@@ -3,7 +3,6 @@ inside the loop."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import StaticTree
 from headstart.inference.trees.sampling import RandomSampler
-from headstart.inference.trees.verify import emitted_tokens, point_mass
 
 ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 
@@ -215,62 +213,6 @@ def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
 
 
 # In the loop: exactness.
-
-
-def joint_of(probs_of, vocab, length):
-    """The distribution of `length` tokens, from that of the next one after each prefix."""
-    joint = {}
-    for text in itertools.product(range(vocab), repeat=length):
-        mass = 1.0
-        for i, token in enumerate(text):
-            mass *= float(probs_of(text[:i])[token])
-        joint[text] = mass
-    return joint
-
-
-@pytest.mark.parametrize(
-    "shape", [DynamicShape(5, 3, 2), DynamicShape(6, 2, 3), DynamicShape(4, 3, 1)], ids=str
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, seed, shape):
-    """Every outcome of the draws at every node, with its probability."""
-    vocab, length = 3, shape.depth + 1
-    head = PathHead(vocab, seed=seed)
-    head.target_tokens = lambda draft_tokens: draft_tokens
-    tree = propose(head, shape, (0,))
-    (paths,) = [paths_of(tree, 0)]
-    random = torch.Generator().manual_seed(seed)
-    table = {
-        prefix: (2 * torch.randn(vocab, generator=random, dtype=torch.float64)).softmax(-1)
-        for i in range(length)
-        for prefix in itertools.product(range(vocab), repeat=i)
-    }
-    count = vocab ** len(paths)
-    scores = torch.stack([table[path[1:]].log() for path in paths]).expand(count, -1, -1)
-    many = replace(
-        tree,
-        tokens_BN=tree.tokens_BN.expand(count, -1),
-        parents_BN=tree.parents_BN.expand(count, -1),
-        sizes_B=tree.sizes_B.expand(count),
-    )
-    draws = tools.AllDraws()
-    verdict = point_mass(many, scores, draws)
-    emitted_BA = emitted_tokens(many, verdict)
-    emitted = {}
-    for tokens, own, weight in zip(
-        emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()
-    ):
-        emitted[tuple(tokens[:own])] = emitted.get(tuple(tokens[:own]), 0.0) + weight
-    assert sum(emitted.values()) == pytest.approx(1) and max(map(len, emitted)) > 1
-    # what a round emits, continued by the target itself
-    for text, mass in joint_of(table.__getitem__, vocab, length).items():
-        found = 0.0
-        for i in range(1, length + 1):
-            rest = 1.0
-            for j in range(i, length):
-                rest *= float(table[text[:j]][text[j]])
-            found += emitted.get(text[:i], 0.0) * rest
-        assert found == pytest.approx(mass, abs=1e-9)
 
 
 # Sampled children.

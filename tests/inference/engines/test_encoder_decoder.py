@@ -127,22 +127,6 @@ def test_a_text_that_was_not_shown_is_refused(target):
         )
 
 
-def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
-    big, small = t5(), t5(seed=1, layers=1, decoder_layers=1)
-    big.save_pretrained(tmp_path / "big")
-    small.save_pretrained(tmp_path / "small")
-    lm = SpeculativeLM.from_pretrained(
-        tmp_path / "big",
-        dtype=torch.float64,
-        drafter=f"model:{tmp_path / 'small'}",
-        tree="chain:2",
-        adaptive=False,
-    )
-    ids = source(6)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(lm.generate(ids, **settings).sequences, big.generate(ids, **settings))
-
-
 def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     decoder_only = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="one of them is an encoder-decoder"):

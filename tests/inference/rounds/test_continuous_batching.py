@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import padded_batch, written_alone
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
@@ -75,41 +74,6 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
         assert widths.count(slots) > len(widths) / 3
     returned = [1 + sum(record.returned for record in row) for row in output.stats.rows]
     assert returned == [len(row) for row in alone]
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools, drawn):
-    """Every branch of two texts, the second of which begins where the first has ended."""
-    target = tiny_target(vocab_size=3)
-    head = head_of("medusa", target)
-    lm = SpeculativeLM.from_pretrained(
-        target, head, tree="drawn:chain:1" if drawn else "chain:1", adaptive=False
-    )
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
-    rows = prompts(2, vocab=3)
-
-    def run(sampler):
-        texts, _ = tools.write(
-            target, lm.drafter, lm.drafting.sampling_rule, rows, processors, sampler, 2, slots=1
-        )
-        return tuple(texts[0] + texts[1])
-
-    found = tools.every_branch(run)
-
-    def probability(prompt, tokens):
-        ids = torch.cat([prompt, torch.tensor(tokens)])[None]
-        with torch.no_grad():
-            scores = (target.model(ids).logits / 0.7).softmax(-1)
-        return float(
-            torch.stack(
-                [scores[0, len(prompt) - 1 + i, token] for i, token in enumerate(tokens)]
-            ).prod()
-        )
-
-    assert len(found) == 81 and sum(found.values()) == pytest.approx(1)
-    for tokens, weight in found.items():
-        expected = probability(rows[0], tokens[:2]) * probability(rows[1], tokens[2:])
-        assert weight == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,17 @@ all the same."""
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import pytest
 import torch
-from helpers import Oracle, every_branch, exactly, head_for, write
+from helpers import Oracle, head_for
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    TemperatureLogitsWarper,
 )
 
 from headstart.heads import HEADS, build_head
@@ -29,7 +27,6 @@ from headstart.inference.drafters.tries import Trie, draft_tree
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.rounds.prefill import padded_prompts
-from headstart.inference.trees.verify import RULES
 
 VOCAB, NEW, BAD = 24, 9, 0
 """`BAD`: a token that the target never says, and whose embedding was never trained."""
@@ -147,41 +144,6 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
     assert ours(lm, rows)[0] == greedy
 
 
-@pytest.mark.parametrize(
-    ("tree", "rule"),
-    [
-        ("drawn:chain:2", "block"),
-        ("drawn:chain:2", "token"),
-        ("drawn:branch:2x1", "traversal"),
-        ("drawn:branch:2x1", "without_replacement"),
-        ("independent:branch:2x1", "with_replacement"),
-    ],
-)
-@pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)])
-def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(
-    tiny_target, tree, rule, depth, value
-):
-    """At one depth alone, so that finite ones come before or after it."""
-    target = tiny_target(vocab_size=3)
-    head = build_head("medusa", {"num_heads": 2}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(3, dtype=torch.int64))
-    head.lm_heads[depth].weight.data[1] = value
-    drafter = make_drafter(target, tree=tree, head=head, adaptive=False)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(3.0)])
-    prompt = torch.tensor([2, 1])
-
-    def texts(branch):
-        return tuple(
-            write(target, drafter, RULES[rule].verify, [prompt], processors, branch, 2)[0][0]
-        )
-
-    found = every_branch(texts)
-    expected = exactly(target, prompt, 2, 3.0)
-    assert set(found) <= set(expected)
-    for text, weight in expected.items():
-        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9), text
-
-
 def test_a_dynamic_tree_keeps_its_root_whatever_the_values_are(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     for broken in (math.nan, math.inf, -math.inf):
@@ -294,53 +256,6 @@ def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch
     assert found == [truth] and broken
     assert {record.accepted for record in stats.rows[0][:-1]} == {1}
     assert len(broken) == len(stats.rows[0])
-
-
-@pytest.mark.parametrize(
-    ("tree", "rule"),
-    [
-        ("drawn:chain:2", "block"),
-        ("drawn:chain:2", "token"),
-        ("drawn:branch:2x1", "traversal"),
-        ("drawn:branch:2x1", "without_replacement"),
-        ("independent:branch:2x1", "with_replacement"),
-        ("branch:2x1", "point_mass"),
-    ],
-)
-def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_target, tree, rule):
-    """Token 2 is never said, is drafted, and its embedding is NaN."""
-    model = tiny_target(vocab_size=3, layers=1).model
-    weight_VD = model.lm_head.weight.data
-    model.lm_head = torch.nn.Linear(weight_VD.shape[1], 3, dtype=torch.float64).requires_grad_(
-        False
-    )
-    model.lm_head.weight.data.copy_(weight_VD)
-    model.lm_head.bias.data.copy_(torch.tensor([0.0, 0.0, -torch.inf]))
-    model.get_input_embeddings().weight.data[2] = math.nan
-    target = Target(model)
-    head = build_head("medusa", {"num_heads": 2}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(3, dtype=torch.int64))
-    drafter = make_drafter(target, tree=tree, head=head, adaptive=False)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(3.0)])
-    prompt, new_tokens, repeated = torch.tensor([1, 0]), 2, []
-
-    def texts(branch):
-        [row], stats = write(
-            target, drafter, RULES[rule].verify, [prompt], processors, branch, new_tokens
-        )
-        repeated.extend(record for record in stats.rows[0] if record.fallback == "not_finite")
-        return tuple(row)
-
-    found = every_branch(texts)
-    assert repeated
-    for text in itertools.product(range(2), repeat=new_tokens):
-        weight, ids = 1.0, prompt.tolist()
-        for token in text:
-            logits = model(torch.tensor([ids])).logits[0, -1] / 3.0
-            weight *= float(logits.softmax(-1)[token])
-            ids.append(token)
-        assert found[text] == pytest.approx(weight, abs=1e-9), text
-    assert sum(found.values()) == pytest.approx(1)
 
 
 class TreesSeen(RoundObserver):
