@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from helpers import head_for
+from helpers import Oracle, head_for
 from hybrids import hybrid
 
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, custom_generate
@@ -45,7 +45,8 @@ QWEN = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+SETTINGS = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.3}
+SETTINGS["no_repeat_ngram_size"] = 2
 
 
 def llava():
@@ -60,24 +61,6 @@ def llava():
         lambda count: {"pixel_values": pixels(count, 3, 16, 16)},
         16,
     )
-
-
-def mistral3():
-    config = tf.Mistral3Config(
-        vision_config=tf.PixtralVisionConfig(**VISION, head_dim=8),
-        text_config=tf.MistralConfig(**TEXT, sliding_window=None),
-        image_token_index=IMAGE,
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-    )
-
-    def images(count):
-        return {
-            "pixel_values": pixels(count, 3, 16, 16),
-            "image_sizes": torch.tensor([[16, 16]] * count),
-        }
-
-    return tf.Mistral3ForConditionalGeneration(config), images, 4
 
 
 def gemma3():
@@ -126,30 +109,6 @@ def qwen2_vl():
     return tf.Qwen2VLForConditionalGeneration(config), images, 8
 
 
-def qwen2_5_vl():
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "patch_size": 4,
-    }
-    vision |= {
-        "out_hidden_size": TEXT["hidden_size"],
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "spatial_merge_size": 2,
-    }
-    config = tf.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE}, vision_config=vision, **QWEN
-    )
-
-    def images(count):
-        return {"pixel_values": pixels(count * 32, 3 * 2 * 4 * 4), "image_grid_thw": grids(count)}
-
-    return tf.Qwen2_5_VLForConditionalGeneration(config), images, 8
-
-
 def qwen3_vl():
     vision = {
         "depth": 2,
@@ -177,10 +136,8 @@ def qwen3_vl():
 
 MODELS = {
     "llava": llava,
-    "mistral 3": mistral3,
     "gemma 3": gemma3,
     "qwen2-vl": qwen2_vl,
-    "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
 }
 
@@ -218,96 +175,58 @@ def build(name, dtype=torch.float64):
     return model, prompt
 
 
-def settings(new_tokens=24):
-    return {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES}
-
-
-def truth_of(model, inputs, **more):
-    return model.generate(**inputs, **settings(), **more)[
-        0, inputs["input_ids"].shape[1] :
-    ].tolist()
-
-
 TREE = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 0, 0)])
+
+
+def check(lm, inputs):
+    """Decode a prompt as `generate` does; returns the text, prompt and all, and the statistics."""
+    expected = lm.target.model.generate(**inputs, **SETTINGS)
+    output = lm.generate(**inputs, **SETTINGS)
+    assert torch.equal(output.sequences, expected)
+    return expected, output.stats
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_drafts_after_images_are_those_of_generate(tools, name, count, monkeypatch):
+def test_drafts_after_images_are_those_of_generate(name, count, monkeypatch):
     # an image is never cut
     monkeypatch.setattr("headstart.inference.rounds.prefill.PREFILL_TOKENS", 9)
     model, prompt = build(name)
     inputs = prompt(count)
-    truth = truth_of(model, inputs)
-    text = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1) + 1}
-    assert truth_of(model, text) != truth  # the image matters
-    target = Target(model)
-    lm = SpeculativeLM(target, tools.Oracle(TREE, [truth], VOCAB, wrong=0.1))
+    text = model.generate(**inputs, **SETTINGS)
+    others = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1) + 1}
+    assert not torch.equal(model.generate(**others, **SETTINGS), text)  # the image matters
+    truth = text[0, inputs["input_ids"].shape[1] :].tolist()
+    lm = SpeculativeLM(Target(model), Oracle(TREE, [truth], VOCAB, wrong=0.1))
     for _ in range(2):
-        output = lm.generate(**inputs, **settings())
-        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth
-        assert output.stats.acceptance_length > 2
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_with_the_engine_and_drafter_that_a_user_gets(name, dtype):
-    model, prompt = build(name, dtype)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
-    plain = {name: prompt(0)[name] for name in ("input_ids", "attention_mask")}
-    for inputs in (prompt(1), plain, prompt(2, seed=3), plain):
-        output = lm.generate(**inputs, **settings())
-        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(
-            model, inputs
-        )
+        _, stats = check(lm, inputs)
+        assert stats.acceptance_length > 2
 
 
 @pytest.mark.isa
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kernels_go_on_after_images(name, monkeypatch):
-    """With widths that a decoder in the kernels has."""
-    widths = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_with_the_engine_and_drafters_that_a_user_gets(name, dtype, monkeypatch):
+    """With widths that a decoder in the kernels has, in float32; by plain `generate`, too."""
+    widths = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     monkeypatch.setitem(MROPE, "mrope_section", [4, 6, 6])
-    for key, value in {**widths, "head_dim": 32}.items():
+    for key, value in {**widths, "num_attention_heads": 2, "num_key_value_heads": 1}.items():
         monkeypatch.setitem(TEXT, key, value)
-    model, prompt = build(name, torch.float32)
+    model, prompt = build(name, dtype)
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
-    if name != "gemma 3" and cpu_kernels.library() is not None:
+    if dtype == torch.float32 and name != "gemma 3" and cpu_kernels.library() is not None:
         assert isinstance(lm.target.engine, CpuEngine)
-    for count in (1, 2):
-        inputs = prompt(count)
-        output = lm.generate(**inputs, **settings())
-        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(
-            model, inputs
-        )
-
-
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
-def test_a_head_reads_the_features_of_a_prompt_with_images(name):
-    model, prompt = build(name)
-    target = Target(model)
-    head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
-    lm = SpeculativeLM.from_pretrained(
-        target, head, tree="dynamic:8:3:3", adaptive=False, compile=False
-    )
-    inputs = prompt(2)
-    output = lm.generate(**inputs, **settings())
-    assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
-
-
-@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
-def test_plain_generate_hands_images_on(tools, name):
-    model, prompt = build(name)
+    head = head_for(lm.target, "eagle3", depth=3)
+    with_head = SpeculativeLM.from_pretrained(lm.target, head, tree="dynamic:8:3:3", adaptive=False)
+    plain = {name: prompt(0)[name] for name in ("input_ids", "attention_mask")}
+    for inputs in (prompt(1), plain, prompt(2, seed=3), plain):
+        check(with_head, inputs)
+        check(lm, inputs)
+    method = custom_generate(drafter="prompt-lookup", adaptive=False)
     inputs = prompt(1)
-    given = custom_generate(drafter="prompt-lookup", adaptive=False)
-    found = model.generate(**inputs, **settings(), custom_generate=given)
-    assert found[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
+    expected, _ = check(lm, inputs)
+    assert torch.equal(model.generate(**inputs, **SETTINGS, custom_generate=method), expected)
 
 
 @pytest.mark.parametrize(
