@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import DEVICE, head_for
 
-from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
 
@@ -126,17 +125,6 @@ def test_rows_that_end_in_turn_are_recorded_in_few_sizes(lms, monkeypatch, kind,
             assert all(now == 1 for was, now in zip(before, after, strict=True) if was == 1)
     returned = [1 + sum(record.returned for record in row) for row in output.stats.rows]
     assert returned == [len(row) for row in found]  # idle rows count nowhere
-
-
-@pytest.mark.parametrize(("kind", "slots"), [*((kind, None) for kind in HEADS), ("eagle3", 6)])
-def test_every_head_with_idle_rows(lms, kind, slots):
-    here, away = lms(kind, tree="chain:3")
-    prompts = prompts_of(7)
-    _, expected = written(SpeculativeLM(here.target), prompts, do_sample=False)
-    output, found = written(away, prompts.to(away.target.device), slots, do_sample=False)
-    assert found == expected
-    alone, _ = written(here, prompts, slots, do_sample=False)
-    assert output.stats.rows == alone.stats.rows  # drafts of the others do not depend on idle rows
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="a GPU draws other numbers")

@@ -8,9 +8,8 @@ import copy
 import pytest
 import torch
 from helpers import VOCAB, EachRound, head_for
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference import SpeculativeLM, Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,16 +103,6 @@ def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
         assert torch.equal(found.cpu(), expected)
 
 
-def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):
-    from headstart.inference.rounds import prefill
-
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 7)
-    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3")
-    rows = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
-    expected = text(here, rows).sequences
-    assert torch.equal(text(away, rows.to(device)).sequences.cpu(), expected)
-
-
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "hydra++"])
 def test_a_model_over_two_devices(on_cpu, device, kind):
     """As accelerate spreads it; a GPU alone is given twice."""
@@ -147,28 +136,6 @@ def test_what_prompts_share(on_cpu, there, device, mode, slots):
     expected = text(SpeculativeLM(on_cpu), padded).sequences
     assert torch.equal(text(here, padded).sequences, expected)
     assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)
-
-
-@pytest.mark.parametrize("groups", [2, 4])
-def test_turns_that_begin_anywhere(device, mode, groups):
-    """In float32, whose kernels are not those of float64."""
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **shape, num_attention_heads=4, num_key_value_heads=groups, bos_token_id=None
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    lm = SpeculativeLM.from_pretrained(Target(copy.deepcopy(model).to(device)), compile=mode)
-    past, prompt = Conversation(), torch.arange(1, 22)[None]
-    for more in (5, 6, 7, 300):
-        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-        there = prompt.to(device)
-        found = lm.generate(
-            there, attention_mask=torch.ones_like(there), past_key_values=past, **settings
-        ).sequences
-        assert torch.equal(found.cpu(), expected)
-        prompt = torch.cat([expected, torch.arange(1, more + 1)[None] % 63 + 1], dim=1)
 
 
 def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):

@@ -94,19 +94,6 @@ def test_an_engine_is_loaded_once_and_freed_with_its_model(head, loaded, entranc
     assert len(loaded) == 2
 
 
-@BOTH
-def test_a_model_is_left_untouched(head, loaded, entrance):
-    model, stock = build_model(layers=3), build_model(layers=3)
-    for each in (model, stock):  # transformers sets attributes of its own at the first call
-        each.generate(PROMPT, output_hidden_states=True, return_dict_in_generate=True, **SETTINGS)
-    entrance(head)(model)
-    entrance(head, compile=False)(model)
-    assert vars(model).keys() == vars(stock).keys()
-    for (name, one), (_, other) in zip(model.named_modules(), stock.named_modules(), strict=True):
-        assert vars(one).keys() == vars(other).keys(), name
-    assert model.config.to_dict() == stock.config.to_dict()
-
-
 def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
     model = build_model(layers=3)
     generate = by_function(head)

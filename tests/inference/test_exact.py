@@ -32,7 +32,7 @@ from headstart.inference.drafters.text_index import SEPARATOR, TextIndex
 from headstart.inference.trees.verify import RULES, choose_rule
 
 VOCAB = 3
-PROMPTS = [torch.tensor([1, 2, 1]), torch.tensor([0, 2, 0, 1])]
+PROMPTS = [torch.tensor([1, 0, 1, 0, 1]), torch.tensor([0, 2, 0])]
 EXACT = [word for word, rule in RULES.items() if not rule.lossy]
 
 
@@ -67,7 +67,7 @@ def spoiled() -> Target:
 
 
 TARGETS: dict[str, Callable[[], Target]] = {
-    "dense": lambda: Target(build_model(VOCAB, layers=1).requires_grad_(False)),
+    "dense": lambda: Target(build_model(VOCAB).requires_grad_(False)),
     "chains only": bloom,
     "gated delta": lambda: stateful("qwen3.5, gated delta"),
     "convolution": lambda: stateful("lfm2, convolution"),
@@ -90,7 +90,8 @@ def broken(target: Target, depth: int, value: float) -> DraftHead:
 
 def dspark(target: Target, markov: str) -> DraftHead:
     """Ends its blocks by an estimate that sees the tokens drawn before."""
-    head = head_for(target, "dspark", block_size=2, markov=markov, markov_rank=4, num_layers=1)
+    options = {"block_size": 2, "markov_rank": 4, "num_layers": 1, "feature_layers": [0, -1]}
+    head = head_for(target, "dspark", markov=markov, **options)
     torch.manual_seed(5)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.7)
@@ -154,45 +155,40 @@ SPOILED = [
 ]
 
 
-def cases() -> list[tuple[str, str, Any, str, int, int, int | None, bool]]:
+def cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
     found = []
 
     def add(target, source, tree, rule="auto", new=2, rows=1, slots=None):
-        found.append((target, source, tree, rule, new, rows, slots, False))
+        found.append((target, source, tree, rule, new, rows, slots))
 
-    # Trees and rules, with and without a processor that forbids a token.
-    for tree in ([[0]], [[0], [1]], [[0], [0, 0]], "dynamic:3:2:2"):
-        add("dense", "medusa", tree, new=3)
-    add("dense", "medusa", "drawn:chain:1", "point_mass", 3)
-    for rule in DRAWN_CHAIN:
-        add("dense", "medusa", "drawn:chain:2", rule, 3)
-    for rule in ("without_replacement", "traversal", "auto"):
-        add("dense", "medusa", f"drawn:{BRANCHES}", rule, 3)
-    add("dense", "medusa", "drawn:branch:3", new=3)
-    for tree in ("independent:branch:2", f"independent:{BRANCHES}"):
-        add("dense", "medusa", tree, new=3)
-    found += [(*case[:-1], True) for case in found]
-    # Chains that end where the draft is unsure; a point mass draws at every node.
+    # Trees and rules.
+    for new in (2, 3):
+        for tree in ([[0]], [[0], [1]], [[0], [0, 0]], "dynamic:3:2:2"):
+            add("dense", "medusa", tree, "auto", new)
+        add("dense", "medusa", "drawn:chain:1", "point_mass", new)
+        for rule in DRAWN_CHAIN:
+            add("dense", "medusa", "drawn:chain:2", rule, new)
+        for rule in ("without_replacement", "traversal", "auto"):
+            add("dense", "medusa", f"drawn:{BRANCHES}", rule, new)
+        add("dense", "medusa", "drawn:branch:3", "auto", new)
+        for tree in ("independent:branch:2", f"independent:{BRANCHES}"):
+            add("dense", "medusa", tree, "auto", new)
+    # Chains that end where the draft is unsure.
     for rule in EXACT:
-        new = 2 if rule == "point_mass" else 3
         for source in ("model", "dspark, vanilla"):
-            add("dense", source, "stop:0.5:drawn:chain:2", rule, new)
+            add("dense", source, "stop:0.5:drawn:chain:2", rule, 3)
     for kind in ("gated", "rnn"):
         add("dense", f"dspark, {kind}", "stop:0.5:drawn:chain:2", "token", 3)
     # Sources.
-    for rule in ("auto", "token"):
-        add("dense", "model", "drawn:chain:2", rule, 3)
-    for rule in ("without_replacement", "traversal"):
-        add("dense", "model", "drawn:branch:2", rule)
-    add("dense", "model", "chain:2")
+    for source in ("model", "parallel"):
+        add("dense", source, "chain:2")
+        add("dense", source, "drawn:chain:2", "token", 3)
+        add("dense", source, "drawn:branch:2", "without_replacement")
+    add("dense", "model", "drawn:branch:2", "traversal")
     add("dense", "model", "drawn:chain:1|drawn:chain:2")
+    for source in ("earlier", "corpus", "head and history"):
+        add("dense", source, "chain:1" if "head" in source else "auto", new=3)
     add("dense", "prompt-lookup:3:2", "auto", rows=2)
-    add("dense", "head and history", "chain:1", new=3)
-    for source in ("earlier", "corpus"):
-        add("dense", source, "auto")
-    for tree, rule in (("chain:2", "auto"), ("drawn:chain:2", "token")):
-        add("dense", "parallel", tree, rule, 3)
-    add("dense", "parallel", "drawn:branch:2", "without_replacement")
     # Rows of a batch, and one that begins where another has ended.
     for tree, rule in (("chain:2", "auto"), ("drawn:chain:1", "token")):
         add("dense", "parallel", tree, rule, rows=2)
@@ -217,16 +213,15 @@ def cases() -> list[tuple[str, str, Any, str, int, int, int | None, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("target", "source", "tree", "rule", "new", "rows", "slots", "top_k"), cases(), ids=str
+    ("target", "source", "tree", "rule", "new", "rows", "slots"), cases(), ids=str
 )
-def test_what_is_drawn_has_the_targets_distribution(
-    target, source, tree, rule, new, rows, slots, top_k
-):
+def test_what_is_drawn_has_the_targets_distribution(target, source, tree, rule, new, rows, slots):
+    """Of three tokens, or of two by a processor that forbids one, which take several rounds."""
     model = TARGETS[target]()
+    processors = [TemperatureLogitsWarper(1.3), *[TopKLogitsWarper(2)] * (new == 3)]
     made = drafter_of(source, model, tree)
     learns = isinstance(made, HistoryDrafter)  # from one text for the next
     verify = choose_rule(rule, made.kind, lossy=False)
-    processors = [TemperatureLogitsWarper(1.3), *[TopKLogitsWarper(2)] * top_k]
     records = check_distribution(
         model,
         lambda: drafter_of(source, model, tree) if learns else made,
@@ -237,7 +232,8 @@ def test_what_is_drawn_has_the_targets_distribution(
         slots,
         ROUNDED.get(target, 1e-9),
     )
-    assert max(record.accepted for record in records) > 0, "no draft decided anything"
+    if source == "medusa" or source in MODELS:
+        assert max(record.accepted for record in records) > 0, "no draft decided anything"
     if "stop" in str(tree):
         assert len({record.drafted for record in records}) > 1, "all chains are equally long"
     if target == "spoiled by a draft":

@@ -7,34 +7,20 @@ import json
 import pytest
 import torch
 import transformers as tf
+from hybrids import HYBRIDS
+from integration.test_families import BASE
+from integration.test_families import FAMILIES as families
 from safetensors.torch import load_file, save_file
 
 from headstart.inference import Target
 from headstart.inference.outer_modules import OuterTarget
 
-BASE = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-GEMMA = {"head_dim": 8, "final_logit_softcapping": 3.0}
-FAMILIES = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
-    "llama, tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE, tie_word_embeddings=True)),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**BASE, head_dim=8)),
-    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**BASE, **EXPERTS)),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**BASE, **GEMMA)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**BASE, head_dim=8)),
-    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0)),
-    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(
-        tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})
-    ),
-    "gpt-2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4)
-    ),
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
-    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
-}
+FAMILIES = {name: build for name, build in families.items() if name not in HYBRIDS}
+FAMILIES["llama, tied"] = lambda: tf.LlamaForCausalLM(
+    tf.LlamaConfig(**BASE, tie_word_embeddings=True)
+)
 """Norms, scales, soft caps, biases, tied and untied LM heads, and names of their own."""
-JOINED = ("qwen3-moe",)
+JOINED = ("qwen3-moe", "mixtral")
 """Whose checkpoints keep weights apart that transformers joins."""
 
 

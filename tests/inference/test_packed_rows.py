@@ -3,48 +3,25 @@ made."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import axes
 import pytest
 import torch
-import transformers as tf
-from hybrids import VOCAB, hybrid
+from axes import VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
+from integration import test_families as families
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.inference import Target
 from headstart.inference.engines.target import SIMILAR, of_similar_length, sequences_in
 
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE)),
-    "mistral, window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SHAPE, sliding_window=4)),
-    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(
-        tf.Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    ),
-    "gemma 3, windows and full": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(
-            **SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-        )
-    ),
-    "gpt-2, learned positions": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    ),
-    "bloom, ALiBi": lambda: tf.BloomForCausalLM(
-        tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
-    ),
-    "qwen3.5, gated delta": lambda: hybrid("qwen3.5, gated delta"),
-    "lfm2, convolution": lambda: hybrid("lfm2, convolution"),
-    "granite-4, mamba-2": lambda: hybrid("granite-4, mamba-2"),
-    "mamba-2 alone": lambda: hybrid("mamba-2 alone"),
-}
+SEQUENCES = ("llama", "mistral, windowed", "qwen3-moe", "gemma3, alternating", "gpt-2")
+STATES = ("qwen3.5, gated delta", "lfm2, convolution", "granite-4, mamba-2", "mamba-2 alone")
+FAMILIES = {family: functools.partial(families.build, family) for family in SEQUENCES + STATES}
+FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""
 ROUNDED = {"qwen3.5, gated delta", "granite-4, mamba-2", "mamba-2 alone"}
@@ -52,11 +29,9 @@ ROUNDED = {"qwen3.5, gated delta", "granite-4, mamba-2", "mamba-2 alone"}
 
 
 def target_of(family):
-    torch.manual_seed(0)
-    model = FAMILIES[family]().double().eval().requires_grad_(False)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the faster ones know no float64
-    return Target(model)
+    target = FAMILIES[family]()
+    target.model.requires_grad_(False)
+    return target
 
 
 def packed(lengths, seed=1):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.heads import DraftHead, build_head
 from headstart.heads.layers import draft_cache
-from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters import model_rows
 
 VOCAB = 20
@@ -87,25 +87,6 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     assert max(map(max, accepted[0])) > 0
     lm = SpeculativeLM.from_pretrained(target, head_for(target, None), tree=tree, adaptive=False)
     assert decoded(lm, rows, slots)[1] != accepted[0], "the window hides nothing"
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_a_conversation_goes_on_and_goes_back(
-    tree: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Turns that continue the text, drop a few of its last tokens, or more than the ring holds."""
-    commit_at_most(monkeypatch, 4)
-    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, adaptive=False)
-    past = Conversation()
-    text = prompts()[2]
-    more = prompts()[0]
-    for dropped in (0, 2, 14, 1):
-        text = torch.cat([text[: len(text) - dropped], more])
-        mask = torch.ones_like(text)[None]
-        output = lm.generate(text[None], attention_mask=mask, past_key_values=past, **SETTINGS)
-        new = output.sequences[0, len(text) :]
-        assert new.tolist() == truths(target, [text])[0]
-        text = torch.cat([text, new])
 
 
 def test_a_draft_attends_to_no_more_slots_after_a_longer_text(

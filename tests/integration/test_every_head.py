@@ -591,17 +591,6 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
         load_head(tmp_path, target.info)
 
 
-@every_head
-def test_the_draft_vocabulary_is_the_most_frequent_tokens(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
-) -> None:
-    head = random_head(name, options, tiny_target(vocab_size=11, layers=3))
-    size = options.get("draft_vocab_size")
-    assert head.draft_vocab_size == (size or 11)
-    drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
-    assert drafted == ([1, 3, 5] if size else list(range(11)))
-
-
 # What is drafted never changes the output.
 
 

@@ -17,7 +17,6 @@ from headstart.addons.serve.options import ServedTrainConfig
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE_FILE, generate_source
-from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.command_line import options
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +36,6 @@ def test_the_example_prompts_cover_the_categories() -> None:
     counts = Counter(row["category"] for row in rows)
     assert set(counts) == {"chat", "math", "code", "summary", "translation"}
     assert min(counts.values()) >= 2
-
-
-def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
-    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    assert read_prompts(PROMPTS) == [[{"role": "user", "content": row["turns"][0]}] for row in rows]
 
 
 def test_the_example_head_is_a_decoding_method_as_every_head_is() -> None:

@@ -322,22 +322,6 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
             assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
 
 
-def test_a_prompt_is_read_alike_in_pieces_of_any_size():
-    target = target_of(KNOWN["llama"])
-    target.compile()
-    text = torch.randint(90, (2, 600), generator=torch.Generator().manual_seed(1))
-    found = []
-    for size in (1, 7, 600):
-        cache = target.engine.new_cache(2)
-        parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
-        outputs = [
-            target.engine.read_chunk(part, 600, cache, (0,), list(range(part.shape[1])))
-            for part in parts
-        ]
-        found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
-    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
-
-
 HEADS = {
     "dflash": {"block_size": 4},
     "dspark": {"block_size": 3, "markov_rank": 4},
@@ -412,27 +396,6 @@ def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
         target.modules.lm_head.weight.mul_(2)
     target.compile()
     assert torch.allclose(lm.drafter.rows.modules.logits(states), 2 * before, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [FLOAT, BF16])
-def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
-    target = target_of(KNOWN["llama"], dtype)
-    prompts = torch.randint(90, (3, 12), generator=torch.Generator().manual_seed(4))
-    settings = {
-        "attention_mask": torch.ones_like(prompts),
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
-    plain = SpeculativeLM.from_pretrained(target).generate(prompts, **settings)
-    for options in (
-        {"head": head_of(target, "eagle3"), "tree": "dynamic:9:3:3"},
-        {"drafter": "prompt-lookup:6"},
-    ):
-        found = SpeculativeLM.from_pretrained(target, **options).generate(prompts, **settings)
-        assert torch.equal(found.sequences, plain.sequences)
-        assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
 
 
 @pytest.fixture

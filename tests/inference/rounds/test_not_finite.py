@@ -17,12 +17,11 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from headstart.heads import HEADS, build_head
+from headstart.heads import HEADS
 from headstart.heads.layers.masked_attention import masked_attention
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.history import with_tries
-from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.drafters.tries import Trie, draft_tree
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
@@ -142,39 +141,6 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
         target, head, tree=TREES[0], drafter="prompt-lookup", compile=compile
     )
     assert ours(lm, rows)[0] == greedy
-
-
-def test_a_dynamic_tree_keeps_its_root_whatever_the_values_are(tiny_target):
-    target = tiny_target(vocab_size=VOCAB)
-    for broken in (math.nan, math.inf, -math.inf):
-        head = build_head("eagle", {"depth": 3}, target.info).to(target.dtype)
-        expand = head.expand
-
-        def expanded(state, tokens_BW, parents_BW, expand=expand, broken=broken):
-            logits_BWV, state = expand(state, tokens_BW, parents_BW)
-            logits_BWV = logits_BWV.clone()
-            logits_BWV[:, -1] = broken  # of the frontier's last node
-            return logits_BWV, state
-
-        head.expand = expanded
-        drafter = make_drafter(target, tree="dynamic:9:3:3", head=head, adaptive=False)
-        assert isinstance(drafter, HeadDrafter)
-        lm = SpeculativeLM(target, drafter)
-        trees, propose = [], drafter.propose
-
-        def proposed(roots_B, trees=trees, propose=propose):
-            trees.append((roots_B, propose(roots_B)))
-            return trees[-1][1]
-
-        drafter.propose = proposed
-        rows = rows_of(5, 4)
-        assert ours(lm, rows)[0] == [stock(target.model, row) for row in rows]
-        for roots_B, tree in trees:
-            assert torch.equal(tree.tokens_BN[:, 0], roots_B)
-            assert torch.equal(tree.parents_BN[:, 0], torch.full_like(roots_B, -1))
-            index_N = torch.arange(tree.tokens_BN.shape[1])
-            assert bool(((tree.parents_BN[:, 1:] >= 0) & (tree.parents_BN < index_N)[:, 1:]).all())
-            assert bool((tree.structure.depths_BN <= tree.max_depth).all())
 
 
 # Drafted tokens
@@ -404,25 +370,6 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
         ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"
     ):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
-
-
-def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
-    target = tiny_target(vocab_size=VOCAB)
-    spoil(target.model)
-    shown = []
-
-    class Watching(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            shown.append(bool(scores.isnan().any()))
-            return scores
-
-    row = rows_of(7)[0]
-    truth = ours(SpeculativeLM(target), [row])[0]
-    shown.clear()
-    lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))
-    found, stats = ours(lm, [row], logits_processor=LogitsProcessorList([Watching()]))
-    assert found == truth and {record.fallback for record in stats.rows[0]} == {"not_finite"}
-    assert shown and not any(shown)
 
 
 def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):

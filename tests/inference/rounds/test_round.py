@@ -8,53 +8,25 @@ from __future__ import annotations
 
 import itertools
 
+import axes
 import pytest
 import torch
-from helpers import head_for, limited, other_model, padded_batch, written_alone
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from axes import VOCAB
+from helpers import check_identity, head_for, limited
 
-from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM, Target
+from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM
 from headstart.inference.rounds.limits import Limits, chain_of, first_nodes
 
-VOCAB = 24
-BORDER = 24
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-WIDER = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 128}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [20.0, 30.0, 8.0, 5.0],
-    "original_max_position_embeddings": BORDER,
-}
-MODELS = {
-    "memory": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
-    "chains": lambda: BloomForCausalLM(BloomConfig(**SMALL)),
-    "border": lambda: LlamaForCausalLM(LlamaConfig(**WIDER, rope_parameters=LONGROPE)),
-}
+TARGETS = {"memory": "dense", "chains": "chains only", "border": "border"}
 """By what limits the target."""
-DRAFTERS = (
-    "prompt-lookup",
-    "model",
-    "head",
-    "head and lookup",
-    "mine",
-)
+DRAFTERS = ("prompt-lookup", "model", "eagle", "head and history", "mine")
 NODES = 3
 """Nodes for which memory suffices."""
+
+
+def target_with(limit):
+    target, _ = axes.target_of(TARGETS[limit], "eager")
+    return target
 
 
 class Mine(Drafter):
@@ -94,69 +66,41 @@ class Checking(RoundObserver):
         assert finished.output.logits_BNV.shape[1] == verified.tokens_BN.shape[1]
 
 
-def target_with(limit):
-    torch.manual_seed(0)
-    model = MODELS[limit]().double().eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.data *= 10 if parameter.ndim > 1 else 1
-    return Target(model)
-
-
 def decoder(target, drafter, limit):
     """A decoder that drafts in every round."""
-    tree = "chain:3" if limit == "chains" else "dynamic:8:3:3"
     if drafter == "mine":
         return SpeculativeLM(target, Mine())
-    if drafter == "head":
-        return SpeculativeLM.from_pretrained(
-            target, head_for(target, "eagle"), tree=tree, adaptive=False
-        )
-    if drafter == "head and lookup":
-        head = head_for(target, "eagle")
-        return SpeculativeLM.from_pretrained(
-            target, head, tree=tree, drafter="prompt-lookup", adaptive=False
-        )
-    if drafter == "model":
-        return SpeculativeLM.from_pretrained(
-            target, drafter=other_model(target), tree=tree, adaptive=False
-        )
-    return SpeculativeLM.from_pretrained(target, drafter=drafter, adaptive=False)
+    options = axes.DRAFTERS[drafter](target, target)
+    if drafter != "prompt-lookup":
+        options["tree"] = "chain:3" if limit == "chains" else "dynamic:8:3:3"
+    return SpeculativeLM.from_pretrained(target, adaptive=False, compile=False, **options)
 
 
 @pytest.mark.filterwarnings("ignore:memory ran out")
-@pytest.mark.parametrize("limit", MODELS)
+@pytest.mark.parametrize("limit", TARGETS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
     target = target_with(limit)
     lm = decoder(target, drafter, limit)
     checking = Checking()
     lm.observers.append(checking)
-    part = [3, 9, 4, 1, 5]
+    part = [3, 6, 4, 1, 5]
     prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if target.engine.one_row else 2]
-    settings = {
-        "max_new_tokens": 30,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "no_repeat_ngram_size": 4,
-    }
-    expected = [written_alone(target.model, prompt, **settings) for prompt in prompts]
-    sampled = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
 
     def seeded(lm):
+        settings = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
         random = torch.Generator().manual_seed(1)
-        return lm.generate(prompts[0][None], generator=random, **sampled).sequences
+        return lm.generate(prompts[0][None], generator=random, **settings).sequences
 
     plain = seeded(SpeculativeLM(target))
     if limit == "memory":
         limited(monkeypatch, lm, NODES)
-    input_ids, mask = padded_batch(prompts)
     for _ in range(2):  # the second time with what the first has left behind
-        written = lm.generate(input_ids, attention_mask=mask, **settings)
-        assert [row[input_ids.shape[1] :].tolist() for row in written.sequences] == expected
+        check_identity(lm, prompts, max_new_tokens=30, no_repeat_ngram_size=4)
     assert torch.equal(seeded(lm), plain)
     if limit == "chains" and drafter != "mine":
         assert checking.cut == 0
-    elif drafter not in ("prompt-lookup", "head and lookup"):  # a history drafts where it matches
+    elif drafter not in ("prompt-lookup", "head and history"):  # a history drafts where it matches
         assert checking.cut > 0
 
 
@@ -188,9 +132,12 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     limited(monkeypatch, lm, 1)
     features = Features()
     lm.observers.append(features)
-    prompts = torch.tensor([[3, 9, 4, 1, 5], [1, 2, 3, 4, 5]])
+    prompts = torch.tensor([[3, 6, 4, 1, 5], [1, 2, 3, 4, 5]])
     stats = lm.generate(prompts, max_new_tokens=9, do_sample=False, max_batch_size=1).stats
-    assert features.widths == {32} and stats.rows[0][-1].fallback == "out_of_memory"
+    assert (
+        features.widths == {target.info.hidden_size}
+        and stats.rows[0][-1].fallback == "out_of_memory"
+    )
 
 
 def test_memory_that_runs_out_with_a_small_tree_leaves_a_smaller_one():

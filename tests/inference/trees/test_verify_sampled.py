@@ -251,12 +251,6 @@ def test_drawn_trees_rank_the_rules(record_property):
         assert means[0] > means[-1] + 0.01
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_block_verification_never_accepts_less_than_the_token_rule(seed):
-    here = world(seed, CHAINS)
-    assert here.mean(RULES["block"].verify) >= here.mean(RULES["token"].verify) - 1e-12
-
-
 @pytest.mark.parametrize("word", ["without_replacement", "traversal"])
 @pytest.mark.parametrize(
     ("case", "options"),
