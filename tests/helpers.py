@@ -428,6 +428,19 @@ def limited(monkeypatch: Any, lm: SpeculativeLM, nodes: int) -> list[int]:
     return sizes
 
 
+def calls_of(monkeypatch: Any, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of all calls of a method from now on."""
+    calls: list[tuple[Any, ...]] = []
+    original = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
 class EachRound(RoundObserver):
     """Calls a function with the sequences after every round."""
 

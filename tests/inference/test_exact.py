@@ -90,7 +90,7 @@ def broken(target: Target, depth: int, value: float) -> DraftHead:
 
 def dspark(target: Target, markov: str) -> DraftHead:
     """Ends its blocks by an estimate that sees the tokens drawn before."""
-    options = {"block_size": 2, "markov_rank": 4, "num_layers": 1, "feature_layers": [0, -1]}
+    options = {"block_size": 2, "markov_rank": 4, "num_layers": 1, "feature_layers": [0]}
     head = head_for(target, "dspark", markov=markov, **options)
     torch.manual_seed(5)
     for parameter in head.parameters():

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import padded_batch
+from helpers import calls_of, check_identity, head_for, padded_batch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -43,17 +43,9 @@ def batch(rows):
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
-def a_head(target, kind="eagle3", seed=0, **options):
-    torch.manual_seed(seed)
-    options = {
-        "eagle3": {"depth": 4, "feature_layers": [0, -1]},
-        "medusa": {"num_heads": 3},
-    }[kind] | options
-    head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(VOCAB) + 1)
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
+def a_head(target, kind="eagle3"):
+    options = {"eagle3": {"depth": 4}, "medusa": {"num_heads": 3}}
+    return head_for(target, kind, 0.2, **options[kind])
 
 
 @pytest.mark.parametrize("reads_text", [{}, {"repetition_penalty": 1.3}])
@@ -185,32 +177,21 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(
     lm = SpeculativeLM.from_pretrained(
         target, head=a_head(target, kind), tree="dynamic:9:3:3", adaptive=False
     )
-    input_ids, mask = padded_batch(ROWS)
-    whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
+    whole = check_identity(lm, ROWS)
     monkeypatch.setattr(
         *((prefill, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size
     )
-    chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    assert torch.equal(chunked.sequences, whole.sequences)
+    chunked = check_identity(lm, ROWS)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
-    assert whole.sequences[:, input_ids.shape[1] :].tolist() == [
-        stock(target, row).tolist() for row in ROWS
-    ]
 
 
 def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", adaptive=False)
-    sizes, forward = [], target.engine.forward_tree
-    monkeypatch.setattr(
-        target.engine,
-        "forward_tree",
-        lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest),
-    )
-    input_ids, mask = padded_batch(ROWS)
+    calls = calls_of(monkeypatch, target.engine, "forward_tree")
     eos = [int(stock(target, ROWS[0])[6]), int(stock(target, ROWS[1])[9])]
-    settings = {**PLAIN, "max_new_tokens": 40, "eos_token_id": eos}
-    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    output = check_identity(lm, ROWS, max_new_tokens=40, eos_token_id=eos)
+    sizes = [len(tree.tokens_BN) for tree, *_ in calls]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 1
     assert sum(sizes) == output.stats.rounds
 
@@ -226,68 +207,39 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
     lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", adaptive=False)
     budget = lm.drafter.max_nodes
-    seen, forward = [], target.engine.forward_tree
-    monkeypatch.setattr(
-        target.engine,
-        "forward_tree",
-        lambda tree, *rest: seen.append(tuple(tree.tokens_BN.shape)) or forward(tree, *rest),
-    )
+    calls = calls_of(monkeypatch, target.engine, "forward_tree")
     for count in (1, 2, 3, budget, budget + 1):
-        rows = [ROWS[number % 4] for number in range(count)]
-        input_ids, mask = padded_batch(rows)
-        seen.clear()
-        written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[
-            :, input_ids.shape[1] :
-        ]
-        assert written.tolist() == [stock(target, row).tolist() for row in rows]
-        assert seen[0] == (count, max(1, budget // count))
-        assert all(rows * nodes <= max(rows, budget) for rows, nodes in seen)
+        calls.clear()
+        check_identity(lm, [ROWS[number % 4] for number in range(count)])
+        sizes = [tree.tokens_BN.shape for tree, *_ in calls]
+        assert sizes[0] == (count, max(1, budget // count))
+        assert all(rows * nodes <= max(rows, budget) for rows, nodes in sizes)
     explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree, adaptive=False)
-    seen.clear()
-    explicit.generate(**batch(ROWS), **PLAIN)
-    assert all(nodes == budget for _, nodes in seen)
+    calls.clear()
+    check_identity(explicit, ROWS)
+    assert all(tree.tokens_BN.shape[1] == budget for tree, *_ in calls)
 
 
-@pytest.mark.parametrize("source", ["head", "folder", "drafter"])
+@pytest.mark.parametrize("source", ["head", "folder", "the folder's own code", "drafter"])
 def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     head = a_head(target)
     save_head(head, tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
     given = {
-        "head": {"head": head},
-        "folder": {"head": tmp_path / "head"},
-        "drafter": {"drafter": "prompt-lookup"},
-    }
-    method = custom_generate(**given[source])
-    input_ids, mask = padded_batch(ROWS)
-    expected = [stock(target, row).tolist() for row in ROWS]
-    written = target.model.generate(input_ids, attention_mask=mask, custom_generate=method, **PLAIN)
+        "head": {"custom_generate": custom_generate(head)},
+        "folder": {"custom_generate": custom_generate(tmp_path / "head")},
+        "the folder's own code": {"custom_generate": str(tmp_path / "head")},
+        "drafter": {"custom_generate": custom_generate(drafter="prompt-lookup")},
+    }[source]
+    if "own code" in source:
+        given["trust_remote_code"] = True
+    rows = batch(ROWS)
+    written = target.model.generate(**rows, **given, **PLAIN)
     assert isinstance(written, torch.Tensor)
-    assert written[:, input_ids.shape[1] :].tolist() == expected
-    output = target.model.generate(
-        input_ids,
-        attention_mask=mask,
-        custom_generate=method,
-        return_dict_in_generate=True,
-        **PLAIN,
-    )
+    expected = [stock(target, row).tolist() for row in ROWS]
+    assert written[:, rows["input_ids"].shape[1] :].tolist() == expected
+    output = target.model.generate(**rows, **given, return_dict_in_generate=True, **PLAIN)
     assert torch.equal(output.sequences, written) and output.stats.rounds > 0
-
-
-def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_path, monkeypatch):
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    save_head(a_head(target), tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
-    input_ids, mask = padded_batch(ROWS)
-    written = target.model.generate(
-        input_ids,
-        attention_mask=mask,
-        custom_generate=str(tmp_path / "head"),
-        trust_remote_code=True,
-        **PLAIN,
-    )
-    assert written[:, input_ids.shape[1] :].tolist() == [
-        stock(target, row).tolist() for row in ROWS
-    ]
 
 
 def test_a_heads_folder_that_was_moved_is_told(tiny_target, tmp_path):
@@ -328,10 +280,7 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
             patch.setattr(target.engine, "forward_tree", broken)
             with pytest.raises(ValueError, match=r"logits for new token \d+ of row 0 contain NaN"):
                 lm.generate(ROWS[0][None], **settings)
-        assert (
-            lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist()
-            == stock(target, ROWS[0]).tolist()
-        )
+        check_identity(lm, ROWS[:1])
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -351,10 +300,7 @@ def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, a
         lm.generate(ROWS[0][None], **settings)
     with pytest.raises(ValueError, match="forbid every token at new token 0 of row 1"):
         lm.generate(**batch(ROWS[:2]), **settings)
-    assert (
-        lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist()
-        == stock(target, ROWS[0]).tolist()
-    )
+    check_identity(lm, ROWS[:1])
 
 
 def test_a_started_cache_and_embeddings_are_refused(tiny_target):
@@ -391,18 +337,8 @@ def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
     head = build_head("eagle", {"depth": 4, "start": "random"}, target.info).double().eval()
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
     for length in (1, 20, 31):
-        row = torch.arange(1, 1 + length)[None] % 23 + 1
-        settings = {
-            "max_new_tokens": 32 - length,
-            "do_sample": False,
-            "eos_token_id": [],
-            "pad_token_id": 0,
-        }
-        expected = model.generate(row, attention_mask=torch.ones_like(row), **settings)
-        assert (
-            lm.generate(row, attention_mask=torch.ones_like(row), **settings).sequences.tolist()
-            == expected.tolist()
-        )
+        row = torch.arange(1, 1 + length) % 23 + 1
+        check_identity(lm, [row], max_new_tokens=32 - length, eos_token_id=[])
     row = torch.arange(1, 21)[None]
     with pytest.raises(
         ValueError, match="a prompt of 20 tokens and 13 new ones do not fit the 32 positions"

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import EachRound, other_model
+from helpers import EachRound, check_identity, head_for, other_model
 from transformers import (
     BatchEncoding,
     LlamaConfig,
@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from headstart.heads import HEADS, build_head
+from headstart.heads import HEADS
 from headstart.inference import (
     Conversation,
     SpeculativeLM,
@@ -236,17 +236,16 @@ def default_dtype():
 
 @pytest.mark.parametrize(("compile", "default"), [(False, torch.float64), (True, torch.bfloat16)])
 @pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "model"])
-def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compile, default):
+def test_torchs_default_dtype_changes_no_token(default_dtype, kind, compile, default):
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
     sampled = given | {"do_sample": True}
     target = Target(in_training().eval().requires_grad_(False))
-    options = {"eagle3": {"feature_layers": [0, -1]}}.get(kind, {})
 
     def texts():
-        draft = {"drafter": tools.other_model(target) if kind == "model" else kind}
+        draft = {"drafter": other_model(target) if kind == "model" else kind}
         if kind in HEADS:
             draft["drafter"] = None
-            draft["head"] = tools.head_for(target, kind, **options)
+            draft["head"] = head_for(target, kind)
         lm = SpeculativeLM.from_pretrained(target, adaptive=False, compile=compile, **draft)
         draws = torch.Generator().manual_seed(0)
         return [
@@ -291,29 +290,21 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     spec = {"adaptive": False, **DRAFTERS[name]}
     if "head" in spec:
-        torch.manual_seed(0)
-        head = build_head("eagle3", {"depth": 4, "feature_layers": [0, -1]}, target.info).double()
-        head.initialize(target.modules, torch.arange(VOCAB) + 1)
-        spec["head"] = head
+        spec["head"] = head_for(target, "eagle3", depth=4)
     if spec.get("drafter") == "model":
         spec["drafter"] = other_model(target)
     lm = SpeculativeLM.from_pretrained(target, **spec)
     other = (ROW + 5) % VOCAB
-    batch = torch.cat([ROW, other, ROW.flip(1)])
     given, expected = {"attention_mask": torch.ones_like(ROW), **PLAIN}, stock(lm, other)
     streamer = Calls(lambda: lm.generate(other, **given).sequences)
-    assert torch.equal(lm.generate(ROW, streamer=streamer, **given).sequences, stock(lm, ROW))
-    assert torch.equal(streamer.found[0], expected)
+    check_identity(lm, [ROW[0]], streamer=streamer)
     inner = Calls(lambda: lm.generate(other, **given).sequences)
     lm.observers.append(EachRound(lambda sequences: inner.put(None)))
-    mask = torch.ones_like(batch)
-    assert torch.equal(
-        lm.generate(batch, attention_mask=mask, max_batch_size=2, **PLAIN).sequences,
-        stock(lm, batch),
-    )
-    assert torch.equal(inner.found[0], expected)
+    check_identity(lm, [ROW[0], other[0], ROW[0].flip(0)], max_batch_size=2)
+    for found in (*streamer.found, *inner.found):
+        assert torch.equal(found, expected)
     lm.observers.clear()
-    assert torch.equal(lm.generate(ROW, **given).sequences, stock(lm, ROW))
+    check_identity(lm, [ROW[0]])
 
 
 def test_what_would_wait_for_itself_is_refused(lm):

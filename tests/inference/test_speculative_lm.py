@@ -10,12 +10,11 @@ import time
 
 import pytest
 import torch
-from helpers import EachRound
+from helpers import EachRound, check_identity, head_for, padded_batch
 from transformers import (
     MaxLengthCriteria,
 )
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.cache import kv_cache
 from headstart.inference.cache.kv_cache import POOLED
@@ -43,12 +42,8 @@ def oracle(tools, target, shape, input_ids, wrong=0.3, seed=0, length=48):
     return SpeculativeLM(target, tools.Oracle(shape, truth, VOCAB, wrong, seed))
 
 
-def medusa(target, num_heads=3, seed=0, **options):
-    torch.manual_seed(seed)
-    head = build_head("medusa", {"num_heads": num_heads, **options}, target.info).to(target.dtype)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return head
+def medusa(target, **options):
+    return head_for(target, "medusa", 0.3, **{"num_heads": 3} | options)
 
 
 @pytest.mark.timeout(60)
@@ -141,8 +136,7 @@ def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, c
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeypatch):
     target, rows = tiny_target(), torch.ones(4, 6, dtype=torch.int64)
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
-    head.initialize(target.modules, torch.ones(target.info.vocab_size))
+    head = head_for(target, "eagle3", depth=3, feature_layers=[0])
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False, compile=False)
     free = (
         target.cache_bytes(2, 256)
@@ -198,33 +192,21 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
             output.logits = output.logits - output.logits.tanh()
 
         target.model.register_forward_hook(bent)
-    torch.manual_seed(0)
-    if layers == [-1]:
-        head = build_head("medusa", {"num_heads": 2}, target.info)
-    else:
-        head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size))
-    lm, lengths, read = (
-        SpeculativeLM.from_pretrained(target, head, compile=False, adaptive=False),
-        (3, 9, 5, 7),
-        [],
-    )
-    assert (
-        target.computes_logits == known
-        and target.engine.own_attention
-        and target.first_block_index == 1
-    )
-    padded = torch.zeros(4, 9, dtype=torch.int64)
-    for row, length in enumerate(lengths):
-        padded[row, -length:] = prompt(length, row)[0]
-    settings = {"attention_mask": (padded > 0).long(), "do_sample": False, "pad_token_id": 0}
-    expected = target.model.generate(padded, max_new_tokens=12, **settings)
+    kind = "medusa" if layers == [-1] else "eagle3"
+    options = {} if layers == [-1] else {"depth": 2, "feature_layers": layers}
+    head = head_for(target, kind, **options)
+    lm = SpeculativeLM.from_pretrained(target, head, compile=False, adaptive=False)
+    assert target.computes_logits == known
+    assert target.engine.own_attention and target.first_block_index == 1
+    rows = [prompt(length, row)[0] for row, length in enumerate((3, 9, 5, 7))]
+    read = []
     target.model.lm_head.register_forward_hook(lambda *call: read.append(call[-1]))
-    lm.generate(padded, max_new_tokens=1, **settings)  # which looks at the model: it has changed
-    read.clear()
-    lm.generate(padded, max_new_tokens=1, **settings)
-    assert sum(rows.shape[:-1].numel() for rows in read) == (4 if known else 16)
-    assert torch.equal(lm.generate(padded, max_new_tokens=12, **settings).sequences, expected)
+    for _ in range(2):  # the first looks at the model: it has changed
+        read.clear()
+        padded, mask = padded_batch(rows)
+        lm.generate(padded, attention_mask=mask, max_new_tokens=1, do_sample=False)
+    assert sum(found.shape[:-1].numel() for found in read) == (4 if known else 16)
+    check_identity(lm, rows, max_new_tokens=12)
 
 
 def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):

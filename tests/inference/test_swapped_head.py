@@ -7,26 +7,18 @@ import threading
 
 import pytest
 import torch
-from helpers import EachRound
+from helpers import EachRound, build_model, head_for
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
 
 
 @pytest.fixture(scope="module")
 def target():
-    from helpers import build_model
-
     return Target(build_model().requires_grad_(False))
 
 
-def head_of(target, kind, seed, **options):
-    torch.manual_seed(seed)
-    head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return head.eval()
+def head_of(target, kind, seed):
+    return head_for(target, kind, 0.3, seed=seed)
 
 
 def decoder(target, head, tree="chain:2", **options):
@@ -40,7 +32,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": [], "pad_toke
 
 @pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
 def test_the_next_generation_drafts_with_the_new_head(target, drafter):
-    old, new = head_of(target, "medusa", 1), head_of(target, "eagle3", 2, feature_layers=[0, -1])
+    old, new = head_of(target, "medusa", 1), head_of(target, "eagle3", 2)
     lm = decoder(target, old, drafter=drafter)
     expected = [
         decoder(target, head, drafter=drafter).generate(PROMPT, **GREEDY) for head in (old, new)
@@ -133,11 +125,11 @@ def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(tar
     assert found[0].stats.rows == expected.stats.rows
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(target, tools, tmp_path):
+def test_what_does_not_fit_is_refused_and_changes_nothing(target, tmp_path):
     old = head_of(target, "medusa", 1)
     lm = decoder(target, old)
     expected = lm.generate(PROMPT, **GREEDY)
-    wider = Target(tools.build_model(vocab_size=300).requires_grad_(False))
+    wider = Target(build_model(vocab_size=300).requires_grad_(False))
     with pytest.raises(ValueError, match="vocab size 300"):
         lm.use_head(head_of(wider, "medusa", 1))
     with pytest.raises(ValueError, match="no head"):

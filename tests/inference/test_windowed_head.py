@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import padded_batch, written_alone
+from helpers import check_identity, head_for
 from torch import Tensor
 
-from headstart.heads import DraftHead, build_head
+from headstart.heads import DraftHead
 from headstart.heads.layers import draft_cache
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters import model_rows
@@ -37,14 +37,9 @@ def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(model_rows, "CHUNK_TOKENS", tokens)
 
 
-def head_for(target: Target, window: int | None = WINDOW) -> DraftHead:
-    torch.manual_seed(2)
-    options = {"depth": 3, "feature_layers": [0, -1], "sliding_window": window, "num_layers": 2}
-    head = build_head("eagle3", options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head.eval()
+def a_head(target: Target, window: int | None = WINDOW) -> DraftHead:
+    options = {"depth": 3, "sliding_window": window, "num_layers": 2}
+    return head_for(target, "eagle3", 0.2, seed=2, **options)
 
 
 def prompts() -> list[Tensor]:
@@ -53,18 +48,10 @@ def prompts() -> list[Tensor]:
     return [torch.randint(VOCAB, (length,), generator=random) for length in (3, 40, 11, 6, 25, 17)]
 
 
-def truths(target: Target, rows: list[Tensor]) -> list[list[int]]:
-    return [written_alone(target.model, row, **SETTINGS) for row in rows]
-
-
-def decoded(
-    lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The new tokens of each row, and how many drafts each of its rounds accepted."""
-    padded, mask = padded_batch(rows)
-    output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **SETTINGS)
-    accepted = [[record.accepted for record in row] for row in output.stats.rows]
-    return output.sequences[:, padded.shape[1] :].tolist(), accepted
+def accepted(lm: SpeculativeLM, slots: int | None) -> list[list[int]]:
+    """How many drafts each round accepted, of each row."""
+    output = check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS)
+    return [[record.accepted for record in row] for row in output.stats.rows]
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -73,20 +60,15 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch, and where waiting rows take the places of those that have ended."""
-    rows = prompts()
-    expected = truths(target, rows)
-    accepted = []
+    found = []
     for tokens in (4, 512):  # of which the first is just what a round commits
         commit_at_most(monkeypatch, tokens)
-        lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, adaptive=False)
-        found, of_rows = decoded(lm, rows, slots)
-        for text, truth in zip(found, expected):
-            assert text[: len(truth)] == truth
-        accepted.append(of_rows)
-    assert accepted[0] == accepted[1]
-    assert max(map(max, accepted[0])) > 0
-    lm = SpeculativeLM.from_pretrained(target, head_for(target, None), tree=tree, adaptive=False)
-    assert decoded(lm, rows, slots)[1] != accepted[0], "the window hides nothing"
+        lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
+        found.append(accepted(lm, slots))
+    assert found[0] == found[1]
+    assert max(map(max, found[0])) > 0
+    lm = SpeculativeLM.from_pretrained(target, a_head(target, None), tree=tree, adaptive=False)
+    assert accepted(lm, slots) != found[0], "the window hides nothing"
 
 
 def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
@@ -102,7 +84,7 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
 
     monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
     lm = SpeculativeLM.from_pretrained(
-        target, head_for(target), tree="chain:3", adaptive=False, compile=False
+        target, a_head(target), tree="chain:3", adaptive=False, compile=False
     )
     for length in (40, 400):
         text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
@@ -117,4 +99,4 @@ def test_a_window_shorter_than_a_draft_is_refused(window: int, target: Target) -
         ValueError,
         match=rf"sliding_window {window} is shorter than a draft; choose at least the depth, 3",
     ):
-        head_for(target, window)
+        a_head(target, window)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import check_identity, head_for
 from torch import Tensor
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import adaptive
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
@@ -167,36 +167,8 @@ def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
 
 def a_head(target: Target) -> Any:
     """Two layers that see five tokens each: what the second sees depends on the last nine."""
-    torch.manual_seed(2)
-    options = {"depth": 3, "feature_layers": [0, -1], "num_layers": 2, "sliding_window": 5}
-    head = build_head("eagle3", options, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head.eval()
-
-
-def rows_of(lengths: tuple[int, ...]) -> list[Tensor]:
-    return [prompt(length, seed)[0] for seed, length in enumerate(lengths)]
-
-
-def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, rows))
-    ids_BT = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
-    mask_BT = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
-    return ids_BT, mask_BT
-
-
-def accepted(
-    lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None
-) -> tuple[Tensor, list[list[int]]]:
-    """New tokens, and the drafts that each round accepted."""
-    ids_BT, mask_BT = padded(rows)
-    settings = {**SETTINGS, "max_new_tokens": 20, "max_batch_size": slots}
-    found = lm.generate(ids_BT, attention_mask=mask_BT, **settings)
-    return found.sequences[:, ids_BT.shape[1] :], [
-        [record.accepted for record in row] for row in found.stats.rows
-    ]
+    options = {"depth": 3, "num_layers": 2, "sliding_window": 5}
+    return head_for(target, "eagle3", 0.2, seed=2, **options)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
@@ -208,16 +180,18 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     prompt."""
     clock = Clock(target, monkeypatch, 0.0)
     head = a_head(target)
-    rows = rows_of((30, 3, 40, 25, 60))
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
-    assert lm.drafter.rows.read_last == 9
-    tokens, drafted = accepted(lm, rows, slots)
+    rows = [prompt(length, seed)[0] for seed, length in enumerate((30, 3, 40, 25, 60))]
+
+    def accepted(read_last: int | None) -> list[list[int]]:
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
+        assert lm.drafter.rows.read_last == 9
+        lm.drafter.rows.read_last = read_last
+        output = check_identity(lm, rows, max_batch_size=slots, eos_token_id=[])
+        return [[record.accepted for record in row] for row in output.stats.rows]
+
+    drafted = accepted(9)
     assert clock.read <= len(rows) * 10
-    whole = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
-    whole.drafter.rows.read_last = None
-    tokens_of_whole, drafted_of_whole = accepted(whole, rows, slots)
-    assert torch.equal(tokens, tokens_of_whole)
-    assert drafted == drafted_of_whole
+    assert drafted == accepted(None)
     assert clock.read > len(rows) * 25
 
 
