@@ -13,7 +13,6 @@ from demo import (
     CONVERSATIONS,
     FEWEST_CONVERSATIONS,
     STEPS,
-    conclusion,
     demo,
     first_answer,
     self_made,
@@ -71,23 +70,6 @@ def test_what_is_finished_is_not_repeated(config, capsys):
     for said in (first, second):  # the sentence, and then a table each for both heads
         assert said.index("prompts your head") < said.index("vs plain")
         assert said.count("vs plain") == 2
-
-
-def test_it_ends_with_what_both_heads_accept_and_what_to_do_next():
-    reports = [
-        {
-            "total": {
-                "prompts": 12,
-                "acceptance_length": length,
-                "speedup_vs_plain": {"median": speed},
-            }
-        }
-        for length, speed in ((1.124, 0.98), (1.47, 1.091))
-    ]
-    said = conclusion(*reports, minutes=5)
-    assert said.startswith("On 12 prompts your head, from a demo of 5 minutes, accepts 1.12 tokens")
-    assert "(0.98 times" in said and "1.47 tokens a round (1.09 times" in said
-    assert "make demo MINUTES=20" in said and "docs/train.md" in said
 
 
 @pytest.mark.parametrize("stage", ["2 of 4", "3 of 4"])

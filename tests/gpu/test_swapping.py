@@ -13,7 +13,7 @@ from helpers import head_for
 
 from headstart.addons.record import record
 from headstart.files import text_shards
-from headstart.inference import Conversation, RoundObserver, SpeculativeLM, speculative_lm
+from headstart.inference import RoundObserver, SpeculativeLM, speculative_lm
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
 pytestmark = [
@@ -123,23 +123,6 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
     del newest
     gc.collect()
     assert [drafter() is None for drafter in drafters] == [True, True, False, False]
-    there.compile(False)
-
-
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
-    old = head_for(on_cpu, kind)
-    lm = SpeculativeLM.from_pretrained(
-        there, copy.deepcopy(old).to(device), tree="branch:2x2", adaptive=False
-    )
-    plain = SpeculativeLM(on_cpu)
-    past = Conversation()
-    prompt = PROMPTS[:1]
-    for turn in range(3):
-        expected = text(plain, prompt).sequences
-        assert torch.equal(text(lm, prompt, past_key_values=past).sequences.cpu(), expected)
-        lm.use_head(other(old))
-        prompt = torch.cat([expected, torch.tensor([[turn]])], dim=1)
     there.compile(False)
 
 

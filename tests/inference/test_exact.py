@@ -92,7 +92,7 @@ def dspark(target: Target, markov: str) -> DraftHead:
     """Ends its blocks by an estimate that sees the tokens drawn before."""
     options = {"block_size": 2, "markov_rank": 4, "num_layers": 1, "feature_layers": [0]}
     head = head_for(target, "dspark", markov=markov, **options)
-    torch.manual_seed(5)
+    torch.manual_seed(2)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.7)
     estimate = head.confidence_head["proj"]
@@ -197,11 +197,8 @@ def cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
     # Targets.
     for tree in ("chain:2", "drawn:chain:2"):
         add("chains only", "model", tree)
-    for rule in EXACT:
-        tree = "drawn:branch:2" if rule in ("without_replacement", "traversal") else "drawn:chain:2"
-        add("gated delta", "model", "independent:branch:2" if "with_" in rule else tree, rule)
-    for target, rule in (("convolution", "token"), ("mamba-2", "block")):
-        add(target, "model", "drawn:chain:2", rule)
+    for target in ("gated delta", "convolution", "mamba-2"):
+        add(target, "model", "drawn:chain:2", "block")
         add(target, "model", "drawn:branch:2", "without_replacement")
     # Numbers that are not finite: of a head, and of the target after a draft.
     for tree, rule in SPOILED:

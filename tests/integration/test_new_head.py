@@ -3,13 +3,14 @@ and commands need."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers import check_identity
+from runs import log_of
 from torch import Tensor, nn
 
 from headstart.heads import (
@@ -25,11 +26,7 @@ from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.losses import draft_loss
 from headstart.heads.objective import Objective
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
-from headstart.train.data.batches import Batch, collate
-from headstart.train.data.chat_template import encode
-from headstart.train.data.conversations import read_conversations
+from headstart.inference import SpeculativeLM, Target
 from headstart.train.loop import train
 
 # A head that exists only here.
@@ -97,50 +94,17 @@ def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEADS, "bigram", BigramHead)
 
 
-# The main path, by hand.
-
-
-# What a head is given while decoding.
-
-
-# A run of training, as its command starts it.
-
-
-@pytest.fixture(scope="module")
-def conversations(target_folder: Path, conversations_file: Path) -> Batch:
-    tokenizer = load_tokenizer(target_folder)
-    eos = frozenset({tokenizer.eos_token_id})
-    rows = read_conversations(str(conversations_file))
-    return collate([example for row in rows for example in encode(row, tokenizer, eos, 200)])
-
-
-def run_options(target: Path, conversations_file: Path, output: Path) -> TrainConfig:
-    return TrainConfig(
-        target=str(target),
-        output=str(output),
-        head={"type": "bigram", "width": 16},
-        dtype="float32",
-        data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
-        optim=OptimConfig(lr=0.05),
-        loop=LoopConfig(
-            max_steps=24,
-            batch_size=4,
-            precision="float32",
-            log_every=1,
-            eval_every=0,
-            save_every=12,
-        ),
-        eval=EvalConfig(prompts=3, max_new_tokens=8, conversations=3, nodes=6),
-    )
-
-
 def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
-    taught: Path, conversations_file: Path, conversations: Batch, tmp_path: Path, in_the_table: None
+    taught: Path, run_options: Any, changed: Any, tmp_path: Path, in_the_table: None
 ) -> None:
-    folder = train(run_options(taught, conversations_file, tmp_path / "run"))
-    rows = [
-        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    config = changed(
+        run_options(tmp_path / "run", 24),
+        head={"type": "bigram", "width": 16},
+        optim={"lr": 0.05},
+        loop={"eval_every": 0, "save_every": 12},
+    )
+    folder = train(config)
+    rows = log_of(folder)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 24 and all(
         last < 0.7 * first for first, last in zip(losses[0], losses[-1], strict=True)
@@ -154,17 +118,8 @@ def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
     assert metadata.training["config"]["head"] == {"type": "bigram", "width": 16}
     assert metadata.measured["trees"].keys() == measured.keys()
 
-    tokens_BT, first_B = conversations.tokens_BT, conversations.loss_mask_BT.int().argmax(1)
-    prompts = [tokens_BT[i, : first_B[i]] for i in range(2)]
+    prompts = [torch.tensor([65, 66, 67, 68]), torch.tensor([70, 71])]
     assert metadata.tree is not None
     for tree in (metadata.tree, "chain:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "dynamic:8:3:3"):
         lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
-        for prompt in prompts:
-            mask = torch.ones_like(prompt[None])
-            settings: dict[str, Any] = {
-                "attention_mask": mask,
-                "max_new_tokens": 16,
-                "do_sample": False,
-            }
-            expected = target.model.generate(prompt[None], **settings)
-            assert torch.equal(lm.generate(prompt[None], **settings).sequences, expected), tree
+        check_identity(lm, prompts)

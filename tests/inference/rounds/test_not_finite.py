@@ -8,11 +8,8 @@ import math
 
 import pytest
 import torch
-from helpers import Oracle, head_for
-from torch.nn.utils.rnn import pad_sequence
+from helpers import Oracle, build_model, head_for, padded_batch, written_alone
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
 )
@@ -39,26 +36,10 @@ TREES = (
 )
 
 
-def model_of(dtype=torch.float32, layers=3) -> LlamaForCausalLM:
+def model_of(dtype=torch.float32):
     """A random model of dimensions that the CPU kernels take."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data *= 4
-    return model.to(dtype).eval().requires_grad_(False)
+    model = build_model(VOCAB, layers=3, dtype=dtype, head_dim=32, hidden_size=64)
+    return model.requires_grad_(False)
 
 
 def spoil(model, value=math.nan) -> None:
@@ -75,19 +56,13 @@ def rows_of(*lengths):
     ]
 
 
-def stock(model, row, **settings):
+def stock(model, row):
     """What `generate` writes for one row alone."""
-    ids = row[None]
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN | settings)[
-        0, len(row) :
-    ].tolist()
+    return written_alone(model, row, **PLAIN)
 
 
 def ours(lm, rows, **settings):
-    ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=BAD)
-    mask = pad_sequence(
-        [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-    )
+    ids, mask = padded_batch(rows)  # with `BAD`
     output = lm.generate(ids, attention_mask=mask, **PLAIN | settings)
     return output.sequences[:, ids.shape[1] :].tolist(), output.stats
 
@@ -128,8 +103,7 @@ def seeded():
 def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compile):
     target, rows, greedy, sampled = healthy(compile)
     assert greedy == [stock(target.model, row) for row in rows]
-    options = {"feature_layers": [0, 1]} if kind == "eagle3" else {}
-    head = head_for(target, kind, **options)
+    head = head_for(target, kind)
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     matrices[0 if value == math.inf else -1].data[-1] = value
     for tree in TREES:
@@ -237,16 +211,13 @@ class TreesSeen(RoundObserver):
 def test_a_repeated_round_is_shown_without_drafts():
     model = model_of()
     spoil(model)
-    target = Target(model)
-    head = head_for(target, "medusa")
+    head = head_for(Target(model), "medusa")
     for lm_head in head.lm_heads:
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
     seen, row = TreesSeen(), rows_of(6)[0]
-    expected = stock(model, row)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", adaptive=False)
+    lm = SpeculativeLM.from_pretrained(Target(model), head, tree="branch:2x2", adaptive=False)
     lm.observers.append(seen)
-    output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **PLAIN)
-    assert output.sequences[0, len(row) :].tolist() == expected
+    assert ours(lm, [row])[0] == [stock(model, row)]
     assert {tree.fallback for tree in seen.trees} == {"not_finite"}
     assert all(tree.tokens_BN.shape[1] == 1 for tree in seen.trees)
 
@@ -264,16 +235,8 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
     model = model_of()
     model.get_input_embeddings().weight.data[BAD] = math.nan
     target = Target(model)
-    options = (
-        {"feature_layers": [0, 1]}
-        if kind == "eagle3"
-        else {"num_layers": 2}
-        if kind == "eagle"
-        else {}
-    )
-    head = head_for(target, kind, **options)
-    for parameter in head.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
+    options = {"num_layers": 2} if kind == "eagle" else {}
+    head = head_for(target, kind, 0.05, **options)
     if compile:
         head = packed_head(head)
         assert is_packed(head)
