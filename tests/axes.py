@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from helpers import DEVICE, PromptOracle, padded_batch, race_numbers, written_alone
+from helpers import DEVICE, PromptOracle, build_t5, padded_batch, race_numbers, written_alone
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -125,15 +125,6 @@ def convolution() -> tf.PreTrainedModel:
     return tf.Lfm2ForCausalLM(tf.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
 
 
-def encoder_decoder() -> tf.PreTrainedModel:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    distances = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
-    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return tf.T5ForConditionalGeneration(
-        tf.T5Config(vocab_size=VOCAB, **sizes, **distances, **special, dropout_rate=0.0)
-    )
-
-
 NAMES_OF_GGUF = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -209,7 +200,7 @@ TARGETS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "chains only": lambda: lively(chains_only),
     "hybrid": lambda: lively(states, 3.0),
     "convolution": lambda: lively(convolution),
-    "encoder-decoder": lambda: lively(encoder_decoder, 3.0),
+    "encoder-decoder": lambda: build_t5(VOCAB),
     "gguf": from_gguf,
 }
 

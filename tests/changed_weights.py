@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from helpers import head_for
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target
 
 VOCAB = 64
@@ -92,9 +92,5 @@ WRITES = {
 def drafting(model, compile, tree="chain:2"):
     """A decoder whose head reads two layers."""
     target = Target.from_pretrained(model)
-    torch.manual_seed(1)
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    return SpeculativeLM.from_pretrained(
-        target, head.eval(), tree=tree, compile=compile, adaptive=False
-    )
+    head = head_for(target, "eagle3", seed=1, depth=3)
+    return SpeculativeLM.from_pretrained(target, head, tree=tree, compile=compile, adaptive=False)

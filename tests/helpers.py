@@ -25,6 +25,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, build_head
@@ -122,6 +124,21 @@ def build_model(
         if parameter.ndim > 1:
             parameter.data *= 4
     return model.to(dtype).eval()
+
+
+def build_t5(vocab_size: int, seed: int = 0, layers: int = 2, **options: Any) -> Any:
+    """A random T5 whose next token depends on its prefix and its input, in float64."""
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": layers, "num_heads": 4}
+    distances = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = T5Config(
+        vocab_size=vocab_size, **sizes, **distances, **{"dropout_rate": 0.0} | special | options
+    )
+    model = T5ForConditionalGeneration(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.ndim > 1 else 1
+    return model.requires_grad_(False)
 
 
 def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:

@@ -16,13 +16,20 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from helpers import PromptOracle, build_tokenizer, padded_batch, random_shape, written_alone
+from helpers import (
+    PromptOracle,
+    build_tokenizer,
+    head_for,
+    padded_batch,
+    random_shape,
+    written_alone,
+)
 from hypothesis import HealthCheck, assume
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from headstart.heads import DraftHead, build_head
+from headstart.heads import DraftHead
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.rounds import prefill
 
@@ -105,12 +112,7 @@ def random_head(target: Target, kind: str) -> DraftHead:
     """A random head for a random model, built once."""
     heads = _heads.setdefault(target, {})
     if kind not in heads:
-        torch.manual_seed(1)
-        head = build_head(kind, OPTIONS[kind], target.info).to(target.dtype)
-        head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
-        for parameter in head.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-        heads[kind] = head
+        heads[kind] = head_for(target, kind, 0.3, seed=1, **OPTIONS[kind])
     return heads[kind]
 
 

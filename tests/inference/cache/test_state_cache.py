@@ -80,7 +80,11 @@ def check_nodes(target, cache, tree, texts, layers=()):
             torch.testing.assert_close(
                 output.logits_BNV[row, path].to(expected.dtype), expected, **CLOSE
             )
-    return output
+            if layers:
+                read_BTF, _ = target.read(torch.tensor([[*text, *tokens]]), layers)
+                features = output.features_BNF[row, path]
+                wanted = read_BTF[0, len(text) :].to(features.dtype)
+                torch.testing.assert_close(features, wanted, **CLOSE)
 
 
 @torch.inference_mode()
@@ -100,7 +104,7 @@ def rounds(target, texts, seed, count=8, check=True):
         )
         tree = draft(numbers, shape, [numbers.randrange(1, VOCAB) for _ in texts])
         if check:
-            check_nodes(target, cache, tree, texts)
+            check_nodes(target, cache, tree, texts, (0, 1, -1))
         else:
             target.engine.forward_tree(tree, max(map(len, texts)), cache, ())
         paths, lengths = [], []
@@ -225,24 +229,6 @@ def test_a_text_goes_back_as_far_as_its_states_allow(targets, family):
             assert cache.rewind(tokens) == stays
             if stays:
                 check_nodes(target, cache, draft(numbers, TreeShape.chain(2), [8]), [text[:stays]])
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_features_are_those_of_the_whole_text(targets, family):
-    target = targets(family)
-    numbers = random.Random(5)
-    with torch.inference_mode():
-        cache, (text,) = rounds(target, [[3, 1, 4, 1, 5]], seed=5, check=False)
-        shape = TreeShape.from_paths([[0], [1], [0, 0]])
-        tree = draft(numbers, shape, [7])
-        output = check_nodes(target, cache, tree, [text], layers=(0, 1, -1))
-        for path in leaf_paths(tree)[0]:
-            tokens = [*text, *tree.tokens_BN[0, path].tolist()]
-            features_BTF, _ = target.read(torch.tensor([tokens]), (0, 1, -1))
-            expected = features_BTF[0, len(text) :]
-            torch.testing.assert_close(
-                output.features_BNF[0, path], expected.to(output.features_BNF.dtype), **CLOSE
-            )
 
 
 @pytest.mark.parametrize("family", KINDS)

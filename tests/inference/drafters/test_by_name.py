@@ -9,11 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import head_for, other_model, padded_batch
-from transformers import (
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from helpers import build_t5, head_for, other_model, padded_batch
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
@@ -277,21 +273,7 @@ def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
 
 def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenizer, tmp_path):
     for name, size in (("target", 272), ("draft", 258)):
-        torch.manual_seed(size)
-        sizes = {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 1,
-            "num_decoder_layers": 1,
-            "num_heads": 4,
-        }
-        config = T5Config(
-            vocab_size=size, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None
-        )
-        model = T5ForConditionalGeneration(config)
-        for parameter in model.parameters():
-            parameter.data *= 3 if parameter.ndim > 1 else 1
+        model = build_t5(size, seed=size, layers=1, eos_token_id=None)
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     draft = f"model:{tmp_path / 'draft'}"

@@ -7,8 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import Ended, head_for, other_model
-from transformers import T5Config, T5ForConditionalGeneration
+from helpers import Ended, build_t5, head_for, other_model
 
 from headstart.files import cache_folder
 from headstart.inference import SpeculativeLM
@@ -224,16 +223,7 @@ def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
 
 
 def test_an_encoder_decoder_has_costs_too():
-    sizes = {
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 30,
-    }
-    config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    target = Seq2SeqTarget(T5ForConditionalGeneration(config).eval())
+    target = Seq2SeqTarget(build_t5(30))
     assert all(0 < seconds < 1 for seconds in measured_costs(target).forward.values())
 
 

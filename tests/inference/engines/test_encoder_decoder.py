@@ -8,11 +8,10 @@ import itertools
 import pytest
 import torch
 import transformers as tf
+from helpers import build_t5
 from transformers import (
     FSMTConfig,
     FSMTForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from headstart.inference import SpeculativeLM, TreeShape
@@ -24,32 +23,9 @@ from headstart.inference.trees.sampling import RandomSampler
 VOCAB = 12
 
 
-def t5(seed=0, layers=3, decoder_layers=3, vocab=VOCAB):
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=vocab,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=layers,
-        num_decoder_layers=decoder_layers,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-        dropout_rate=0.0,
-    )
-    model = T5ForConditionalGeneration(config).double().eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.data *= 3 if parameter.ndim > 1 else 1
-    return model
-
-
 @pytest.fixture
 def target():
-    return Seq2SeqTarget(t5())
+    return Seq2SeqTarget(build_t5(VOCAB, layers=3))
 
 
 def source(length, seed=0, vocab=VOCAB):
@@ -75,8 +51,8 @@ def test_a_model_that_drafts_for_itself_reads_what_the_encoder_may(target):
 @pytest.mark.parametrize("name", ["smaller", "smaller, drawn", "lookup"])
 def test_what_is_drawn_has_the_targets_distribution(tools, name):
     vocab = 3
-    target = Seq2SeqTarget(t5(vocab=vocab))
-    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1, vocab=vocab))
+    target = Seq2SeqTarget(build_t5(vocab, layers=3))
+    small = Seq2SeqTarget(build_t5(vocab, 1, layers=1))
     ids = source(4, vocab=vocab)
 
     def run(branch):
@@ -119,7 +95,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
 
 
 def test_a_text_that_was_not_shown_is_refused(target):
-    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    small = Seq2SeqTarget(build_t5(VOCAB, 1, layers=1))
     lm = SpeculativeLM(target, make_drafter(target, small, "chain:1|chain:3"))
     with pytest.raises(ValueError, match="was not shown its input"):
         target.model.generate(

@@ -68,20 +68,26 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     assert max(sizes) == 4
 
 
+def failing(monkeypatch, owner, name, *numbers):
+    """Make some calls of a method run out of memory; returns a list with an entry for each call."""
+    calls, original = [], getattr(owner, name)
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) in numbers:
+            raise torch.OutOfMemoryError("simulated")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    return calls
+
+
 def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
     lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
-    calls, expand = [], type(head).expand
-
-    def fails(self, *arguments):
-        calls.append(1)
-        if len(calls) in (5, 9):
-            raise torch.OutOfMemoryError("simulated")
-        return expand(self, *arguments)
-
-    monkeypatch.setattr(type(head), "expand", fails)
+    failing(monkeypatch, type(head), "expand", 5, 9)
     with pytest.warns(UserWarning, match="memory ran out"):
         assert torch.equal(
             lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected
@@ -97,15 +103,7 @@ def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, m
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
-    calls, expand = [], type(head).expand
-
-    def fails(self, *arguments):
-        calls.append(1)
-        if len(calls) == 5:
-            raise torch.OutOfMemoryError("simulated")
-        return expand(self, *arguments)
-
-    monkeypatch.setattr(type(head), "expand", fails)
+    calls = failing(monkeypatch, type(head), "expand", 5)
     with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
         stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
     assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
@@ -115,15 +113,7 @@ def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
     lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
-    calls, observe = [], type(head).observe
-
-    def fails(self, *arguments):
-        calls.append(1)
-        if len(calls) == 5:
-            raise torch.OutOfMemoryError("simulated")
-        return observe(self, *arguments)
-
-    monkeypatch.setattr(type(head), "observe", fails)
+    calls = failing(monkeypatch, type(head), "observe", 5)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
     assert len(calls) == 5

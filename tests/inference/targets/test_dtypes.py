@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import build_model, build_tokenizer
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from helpers import build_model, build_t5, build_tokenizer
+from transformers import AutoModelForCausalLM
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -147,15 +147,7 @@ def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(
 
 
 def test_an_encoder_decoder_is_asked_too(tmp_path, taken):
-    sizes = {
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 30,
-    }
-    T5ForConditionalGeneration(T5Config(**sizes)).to(BF16).save_pretrained(tmp_path)
+    build_t5(30).to(BF16).save_pretrained(tmp_path)
     taken({BF16: 2.0})
     target = SpeculativeLM.from_pretrained(tmp_path, device_map="cpu").target
     assert isinstance(target, Seq2SeqTarget) and target.dtype == F32

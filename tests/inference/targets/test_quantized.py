@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 import transformers as tf
+from helpers import check_identity, head_for
 from safetensors.torch import load_file, save_file
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target
 
 CONFIG = {
@@ -44,16 +44,9 @@ def named_in_its_config(folder, quantization):
     )
 
 
-def check_identity(lm):
-    prompt = torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(0))
-    settings = {
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": 24,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    expected = lm.target.model.generate(prompt, **settings)
-    assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
+def check(lm):
+    prompt = torch.randint(1, 60, (12,), generator=torch.Generator().manual_seed(0))
+    check_identity(lm, [prompt])
 
 
 def needs(package):
@@ -149,12 +142,10 @@ def test_checkpoints_with_packed_weights(folder, pack, quantization):
     assert target.provenance["quantization"] is not None
     check_the_weights(target, whole)
     settings = {"adaptive": False, "compile": False}
-    torch.manual_seed(1)
-    head = build_head("eagle3", {"depth": 4, "feature_layers": [0, -1]}, target.info)
-    head.initialize(target.modules, torch.ones(60))
-    check_identity(SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", **settings))
+    head = head_for(target, "eagle3", seed=1, depth=4)
+    check(SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", **settings))
     for tree in ("chain:4", "dynamic:12:4:3"):
-        check_identity(SpeculativeLM.from_pretrained(target, head.eval(), tree=tree, **settings))
+        check(SpeculativeLM.from_pretrained(target, head, tree=tree, **settings))
 
 
 def check_the_weights(target, whole_OI):
@@ -193,7 +184,7 @@ def test_weights_that_are_quantized_on_loading(folder, quantization):
         folder, drafter="prompt-lookup", adaptive=False, quantization_config=given
     )
     assert lm.target.provenance["quantization"] is not None
-    check_identity(lm)
+    check(lm)
 
 
 def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
@@ -201,7 +192,7 @@ def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
         folder,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     )
-    check_identity(SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", adaptive=False))
+    check(SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", adaptive=False))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="other packages serve a GPU")
