@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,24 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
     )
     fast.chat_template = chat_template
     return fast
+
+
+def cleaning(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """One that removes spaces before punctuation, as for models that are not BPE."""
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    other.clean_up_tokenization_spaces = True
+    other.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    return other
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    """What a call warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in told]
 
 
 def build_model(

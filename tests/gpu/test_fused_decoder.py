@@ -114,32 +114,6 @@ def written_after(
     return output.sequences[:, longest:].tolist()
 
 
-def test_a_hook_on_a_module_that_kernels_replace_is_called(device):
-    """Registered after the first generation, and taken away again."""
-    dtype = DTYPES[0]
-    model = model_of("llama", dtype).to(device)
-    target = Target(model)
-    lm = SpeculativeLM.from_pretrained(target, compile=True)
-    prompt = torch.arange(3, 20) % VOCAB
-    before = written_after(lm, [prompt], 12, device)
-    assert target.engine.decoder is not None
-    steering = torch.randn(64, generator=torch.Generator().manual_seed(1)).to(device, dtype) * 30
-    hook = model.model.layers[4].register_forward_hook(
-        lambda module, inputs, output: output + steering
-    )
-    prompt_1T = prompt[None].to(device)
-    settings = {
-        "attention_mask": torch.ones_like(prompt_1T),
-        "max_new_tokens": 12,
-        "do_sample": False,
-    }
-    steered = model.generate(prompt_1T, **settings)[:, len(prompt) :].tolist()
-    assert steered != before
-    assert written_after(lm, [prompt], 12, device) == steered
-    hook.remove()
-    assert written_after(lm, [prompt], 12, device) == before
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_rows_are_read_as_by_the_model(device, family, dtype):

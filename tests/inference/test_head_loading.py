@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 
 import pytest
 import torch
+from helpers import warnings_of
 from huggingface_hub import constants
 from messages import refused
 
@@ -48,17 +48,15 @@ def saved(target, tmp_path):
     return save
 
 
-def told(call):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in found]
+class Adapter:
+    def save_pretrained(self, folder):
+        folder.mkdir()
 
 
 @WAYS
-def test_another_target_than_it_was_trained_against_is_told(target, saved, given):
+def test_another_target_than_it_was_trained_against_is_warnings_of(target, saved, given):
     folder = saved(provenance={**target.provenance, "weights": "0123456789abcdef"})
-    (message,) = told(
+    (message,) = warnings_of(
         lambda: SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False)
     )
     assert "may accept less here: weights '0123456789abcdef' (trained against)" in message
@@ -78,10 +76,6 @@ def test_the_saved_tree_is_the_one_that_is_drafted(target, saved, given, monkeyp
 
 @WAYS
 def test_a_head_with_an_adapter_is_refused_without_permission(target, tmp_path, given, saved):
-    class Adapter:
-        def save_pretrained(self, folder):
-            folder.mkdir()
-
     head = build_head("medusa", {"num_heads": 2}, target.info)
     save_head(head, tmp_path / "adapted", CheckpointMetadata(adapted=True), Adapter())
     with pytest.raises(
@@ -93,10 +87,6 @@ def test_a_head_with_an_adapter_is_refused_without_permission(target, tmp_path, 
 def test_loading_a_head_neither_merges_its_adapter_nor_measures(
     target, tmp_path, monkeypatch, saved
 ):
-    class Adapter:
-        def save_pretrained(self, folder):
-            folder.mkdir()
-
     monkeypatch.setattr(costs, "_measured", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(target, "merge_adapter", lambda folder: merged.append(folder))
     merged = []

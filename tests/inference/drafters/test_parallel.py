@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import build_model, padded_batch, written_alone
+from helpers import build_model, check_identity, padded_batch
 
 from headstart.inference import RoundObserver, SmallerModel, SpeculativeLM, Target
 from headstart.inference.drafters.by_name import assistants, make_drafter
@@ -79,7 +79,4 @@ def test_a_folder_says_that_its_model_drafts_in_parallel(target, tmp_path):
     lm = SpeculativeLM.from_pretrained(target, drafter=str(tmp_path), adaptive=False)
     [model] = assistants(lm.drafter)
     assert mask_token(model) == MASK and lm.drafter.depth == 8
-    prompt = torch.tensor([[5, 6, 7]])
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    text = lm.generate(prompt, **settings).sequences[0, 3:].tolist()
-    assert text == written_alone(target.model, prompt[0], **settings)
+    check_identity(lm, [torch.tensor([5, 6, 7])], eos_token_id=[])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import calls_of, check_identity, head_for
 from torch.nn import functional as F
 from transformers import (
     Gemma3TextConfig,
@@ -24,7 +25,6 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from headstart.heads import build_head
 from headstart.inference import Drafter, SpeculativeLM, Target
 from headstart.inference.drafters.base import NoDraft
 from headstart.inference.engines import cpu_decoder, cpu_kernels
@@ -35,6 +35,7 @@ from headstart.inference.engines.model_engine import ModelEngine
 from headstart.inference.trees.tree import NewNodes, framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
+ROW = torch.tensor([5, 6, 7, 8])
 SIZES = {
     "vocab_size": 90,
     "hidden_size": 64,
@@ -227,57 +228,30 @@ def test_a_decoder_in_the_kernels_gives_the_models_logits_and_features(name, dty
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
     target = target_of(OTHERS[name])
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 30, "do_sample": False}
-    expected = target.model.generate(prompt, **settings)
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
     assert isinstance(target.engine, ModelEngine) and target.engine.copies_weights
     assert any(isinstance(module, PackedLinear) for module in target.engine.model.modules())
     assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
-    assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
+    check_identity(lm, [ROW], max_new_tokens=30)
 
 
 @pytest.mark.parametrize("layers", [(), (-1,), (0,), (1, -1)])
 def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers):
-    """Whether or not a head reads the state that the logits are made of."""
+    """Whether or not a drafter reads the state that the logits are made of."""
 
     class Reader(Drafter):
         max_nodes, feature_layers = 1, layers
 
-        def prefill(self, chunk):
-            shown.append(chunk.features_BTF)
-
         def propose(self, roots_B):
             return NoDraft().propose(roots_B)
 
-    target, read = target_of(KNOWN["llama"]), []
-    lm, lengths = SpeculativeLM(target, Reader()).compile(), (3, 9, 5, 7)
-    padded = torch.zeros(4, 9, dtype=torch.int64)
-    for row, length in enumerate(lengths):
-        padded[row, :length] = torch.arange(1 + row, 1 + row + length)
-    settings = {
-        "attention_mask": (padded > 0).long(),
-        "max_new_tokens": 1,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    original = cpu_decoder.linear
-    monkeypatch.setattr(
-        cpu_decoder,
-        "linear",
-        lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more),
-    )
-    shown = []
-    found = lm.generate(padded, **settings).sequences[:, -1]
-    assert (
-        isinstance(target.engine, CpuEngine) and sum(rows.shape[:-1].numel() for rows in read) == 4
-    )
-    for row, length in enumerate(lengths):
-        alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
-        assert alone.logits[0, -1].argmax() == found[row]
-        states = [alone.hidden_states[layer + 1 if layer >= 0 else -1][0, :-1] for layer in layers]
-        if layers:
-            assert torch.allclose(shown[0][row, : length - 1], torch.cat(states, dim=-1), atol=1e-4)
+    target = target_of(KNOWN["llama"])
+    lm = SpeculativeLM(target, Reader()).compile()
+    assert isinstance(target.engine, CpuEngine)
+    read = calls_of(monkeypatch, cpu_decoder, "linear")
+    rows = [torch.arange(1 + row, 1 + row + length) for row, length in enumerate((3, 9, 5, 7))]
+    check_identity(lm, rows, max_new_tokens=1)
+    assert sum(states.shape[:-1].numel() for _, states, *_ in read) == 4
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
@@ -334,10 +308,7 @@ HEADS = {
 
 
 def head_of(target, name):
-    torch.manual_seed(2)
-    head = build_head(name, HEADS[name], target.info).to(target.dtype)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    return head.eval()
+    return head_for(target, name, seed=2, **HEADS[name])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
@@ -372,15 +343,11 @@ def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, d
 
 
 def test_a_target_that_was_made_in_inference_mode_is_compiled():
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     with torch.inference_mode():
         target = target_of(KNOWN["llama"])
         lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
     assert target.compiled
-    assert torch.equal(
-        lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings)
-    )
+    check_identity(lm, [ROW])
 
 
 def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
@@ -515,17 +482,13 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(
 ):
     monkeypatch.setenv("CXX", compiler)
     target = target_of(KNOWN["llama"])
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     with pytest.warns(UserWarning, match="slower than it could be"):
         lm = SpeculativeLM.from_pretrained(target, head_of(target, "eagle3"))
     assert type(target.engine) is ModelEngine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpeculativeLM.from_pretrained(target)
-        assert torch.equal(
-            lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings)
-        )
+        check_identity(lm, [ROW])
 
 
 def test_nothing_of_torchs_compiler_is_imported(target_folder):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import build_model, build_t5, build_tokenizer
+from helpers import build_model, build_t5, build_tokenizer, warnings_of
 from transformers import AutoModelForCausalLM
 
 from headstart.heads import CheckpointMetadata, build_head
@@ -163,13 +163,6 @@ def test_a_model_whose_float32_does_not_fit_keeps_its_own(checkpoint, taken, mon
         assert chosen_dtype("fastest", checkpoint[BF16], CPU) == expected
 
 
-def told(call):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in found]
-
-
 @pytest.mark.parametrize(
     ("own", "named", "ratios", "words"),
     [
@@ -192,19 +185,19 @@ def test_whoever_names_a_format_gets_it_with_one_warning_if_it_is_slow(
         for asked in (named, str(named).removeprefix("torch.")):
             assert Target.from_pretrained(checkpoint[own], asked, "cpu").dtype == named
 
-    assert [words in each for each in told(load)] == ([] if words is None else [True])
+    assert [words in each for each in warnings_of(load)] == ([] if words is None else [True])
     assert sorted(map(str, timed)) == sorted(map(str, ratios))
 
 
-def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path):
+def test_a_slow_format_that_nobody_named_is_not_warnings_of(checkpoint, taken, tmp_path):
     """A model that is loaded already, and what drafts for it in its format."""
     taken({BF16: 3.0})
     model = build_model(dtype=BF16)
-    assert told(lambda: SpeculativeLM.from_pretrained(model)) == []
+    assert warnings_of(lambda: SpeculativeLM.from_pretrained(model)) == []
     draft = f"model:{checkpoint[F32]}"
     build_tokenizer().save_pretrained(tmp_path)
     target = Target(model, str(tmp_path))
-    assert told(lambda: SpeculativeLM.from_pretrained(target, drafter=draft)) == []
+    assert warnings_of(lambda: SpeculativeLM.from_pretrained(target, drafter=draft)) == []
 
 
 @pytest.mark.parametrize("name", ["float8", "bf16", "int8", "Tensor", torch.int8])
@@ -248,14 +241,14 @@ def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, 
         CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}),
     )
     assert (
-        told(
+        warnings_of(
             lambda: SpeculativeLM.from_pretrained(
                 checkpoint[BF16], tmp_path / "head", device_map="cpu"
             )
         )
         == []
     )
-    (found,) = told(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
+    (found,) = warnings_of(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
     assert "dtype 'float32' (trained against) and 'bfloat16' (in use)" in found
 
 
@@ -285,7 +278,7 @@ def test_a_dtype_is_measured_once(taken):
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere"])
-def test_a_target_that_is_not_there_is_told(name, tmp_path):
+def test_a_target_that_is_not_there_is_warnings_of(name, tmp_path):
     for dtype in ("fastest", "auto", "float32", "float64"):
         with pytest.raises(ValueError, match=f"no target model at '{Path(name)}'"):
             Target.from_pretrained(name, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from helpers import cleaning
 
 from headstart.inference import SpeculativeLM
 
@@ -27,15 +27,6 @@ TEMPLATES = {
         PLAIN + START.replace("assistant", "assistant {{ messages | length }}")
     ),
 }
-
-
-def cleaning(tokenizer):
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    other.clean_up_tokenization_spaces = True
-    other.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    return other
 
 
 @pytest.mark.parametrize("cleans", [False, True])
