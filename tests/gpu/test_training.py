@@ -68,7 +68,7 @@ def test_a_step_waits_once_however_many_chunks_it_has(
     import simulated
 
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)  # chunks of 64 positions
-    _, (head, features) = sides(on_cpu, there, device, kind)
+    _, (head, features) = sides(on_cpu, there, device, kind, packed=weights == "decay")
     loss = dict.fromkeys(LOSSES, 1.0) | ({"smooth_l1": 1.0} if kind == "eagle" else {})
     objective = Objective(loss, weights)
     step(head, features, objective)  # what is made once
