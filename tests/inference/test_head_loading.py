@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import warnings_of
+from helpers import check_identity, warnings_of
 from huggingface_hub import constants
 from messages import refused
 
@@ -109,11 +109,8 @@ def test_rounds_are_timed_once_when_a_decoder_must_choose_its_trees(
     lm = SpeculativeLM.from_pretrained(target, saved(), compile=False)
     assert len(measured) == 1
     assert any(isinstance(part, AdaptiveDrafter) for part in lm.drafter.nested())
-    prompt = torch.tensor([[5, 6, 7]])
-    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    found = lm.generate(prompt, **settings).sequences
-    assert torch.equal(found, target.model.generate(prompt, **settings))
-    lm.generate(prompt, tree="chain:2", **settings)
+    for tree in (None, "chain:2"):
+        check_identity(lm, [torch.tensor([5, 6, 7])], max_new_tokens=8, tree=tree)
     assert len(measured) == 1
 
 

@@ -93,13 +93,7 @@ def test_a_long_prompt_is_read_for_long_answers_alone(
     clock = Clock(target, monkeypatch, 0.1)
     lm = of_itself(target, clock, COSTS)
     for seed in range(3):
-        input_ids = prompt(200, seed)
-        mask = torch.ones_like(input_ids)
-        found = lm.generate(input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS)
-        stock = target.model.generate(
-            input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS
-        )
-        assert torch.equal(found.sequences, stock)
+        check_identity(lm, [prompt(200, seed)[0]], max_new_tokens=tokens, **SETTINGS)
     assert (clock.read > 0) == reads
 
 
@@ -109,10 +103,7 @@ def test_what_reading_took_is_remembered(target: Target, monkeypatch: pytest.Mon
     lm = of_itself(target, clock, RoundCosts({1: 1.0, 2: 1.1}, draft=0.0))
     read = []
     for seed in range(3):
-        input_ids = prompt(100, seed)
-        lm.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=40, **SETTINGS
-        )
+        check_identity(lm, [prompt(100, seed)[0]], max_new_tokens=40, **SETTINGS)
         read.append(clock.read)
     assert read[0] >= 100
     assert read[-1] == read[0]
@@ -201,8 +192,6 @@ def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Ta
     past = Conversation()
     text = prompt(40)
     for kept, more in ((40, 0), (60, 9), (10, 30), (70, 5)):
-        ids_1T = torch.cat([text[:, :kept], prompt(more, kept)], dim=1)
-        mask = torch.ones_like(ids_1T)
-        settings = {**SETTINGS, "attention_mask": mask, "max_new_tokens": 30}
-        text = lm.generate(ids_1T, past_key_values=past, **settings).sequences
-        assert torch.equal(text, target.model.generate(ids_1T, **settings))
+        row = torch.cat([text[0, :kept], prompt(more, kept)[0]])
+        settings = {**SETTINGS, "max_new_tokens": 30, "past_key_values": past}
+        text = check_identity(lm, [row], **settings).sequences
