@@ -62,7 +62,7 @@ def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
         OuterTarget.load(folder, torch.float32, "cpu"),
         Target.load(folder, torch.float32, "cpu"),
     )
-    assert len(outer.modules.blocks) == 3
+    assert len(outer.modules.blocks) == 4
     for number in (0, -1):
         for name, weight in whole.modules.blocks[number].state_dict().items():
             assert torch.equal(outer.modules.blocks[number].state_dict()[name], weight)

@@ -20,7 +20,9 @@ from headstart.inference.engines.target import SIMILAR, of_similar_length, seque
 
 SEQUENCES = ("llama", "mistral, windowed", "qwen3-moe", "gemma3, alternating", "gpt-2")
 STATES = ("qwen3.5, gated delta", "lfm2, convolution", "granite-4, mamba-2", "mamba-2 alone")
-FAMILIES = {family: functools.partial(families.build, family) for family in SEQUENCES + STATES}
+FAMILIES = {
+    family: functools.partial(families.build, family, "sdpa") for family in SEQUENCES + STATES
+}
 FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""
