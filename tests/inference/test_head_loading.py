@@ -54,7 +54,7 @@ class Adapter:
 
 
 @WAYS
-def test_another_target_than_it_was_trained_against_is_warnings_of(target, saved, given):
+def test_another_target_than_it_was_trained_against_is_told(target, saved, given):
     folder = saved(provenance={**target.provenance, "weights": "0123456789abcdef"})
     (message,) = warnings_of(
         lambda: SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False)

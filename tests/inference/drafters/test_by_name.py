@@ -87,19 +87,23 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
             assert {record.returned for row in stats.rows for record in row} == {depth + 1}
 
 
-@pytest.mark.parametrize("content", [b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x"])
-def test_what_numpy_cannot_read_is_named(tmp_path, content):
-    write_datastore(tmp_path, [[1, 2, 3]], "words")
-    (tmp_path / TOKENS_FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens\.npy cannot be read"):
-        read_datastore(tmp_path)
+UNREAD = (b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x")
 
 
-@pytest.mark.parametrize("tokens", [[], [[1, 2]], [0.5]])
-def test_tokens_that_are_no_list_of_ids_are_refused(tmp_path, tokens):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, r"tokens\.npy cannot be read") for content in UNREAD),
+        *((tokens, "make the datastore again") for tokens in ([], [[1, 2]], [0.5])),
+    ],
+)
+def test_a_datastore_that_holds_no_list_of_tokens_is_refused(tmp_path, content, words):
     write_datastore(tmp_path, [[1, 2, 3]], "words")
-    np.save(tmp_path / TOKENS_FILE, np.array(tokens))
-    with pytest.raises(ValueError, match="make the datastore again"):
+    if isinstance(content, bytes):
+        (tmp_path / TOKENS_FILE).write_bytes(content)
+    else:
+        np.save(tmp_path / TOKENS_FILE, np.array(content))
+    with pytest.raises(ValueError, match=words):
         read_datastore(tmp_path)
 
 

@@ -26,7 +26,7 @@ from headstart.inference.targets.dtypes import (
 )
 from headstart.inference.tuning import machine
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -60,7 +60,14 @@ def checkpoint(tmp_path_factory):
         return folder
 
     folders = {dtype: save(dtype) for dtype in (F32, F64, BF16, F16)}
-    return {**folders, "silent": save(F32, "silent"), "silent bfloat16": save(BF16, "silent")}
+    folders |= {"silent": save(F32, "silent"), "silent bfloat16": save(BF16, "silent")}
+    folders["quantized"] = save(BF16)
+    path = folders["quantized"] / "config.json"
+    quantized = {"quantization_config": {"quant_method": "x"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
+    folders["gguf"] = folders[F32] / "model.gguf"
+    folders["gguf"].write_bytes(b"")
+    return folders
 
 
 @pytest.mark.parametrize(
@@ -120,30 +127,19 @@ def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(
         )
 
 
-@pytest.mark.parametrize("own", [F32, F64, BF16, F16])
-@pytest.mark.parametrize("device", [GPU, torch.device("mps"), None])
-def test_on_an_accelerator_the_fastest_is_the_checkpoints_own(checkpoint, taken, own, device):
-    timed = taken({})
-    assert chosen_dtype("fastest", checkpoint[own], device) == own and timed == []
-
-
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_a_gguf_file_is_right_in_float32_only(tmp_path, taken, device):
-    (tmp_path / "model.gguf").write_bytes(b"")
+@pytest.mark.parametrize(
+    ("own", "device", "expected"),
+    [
+        *((own, place, own) for own in (F32, F64, BF16, F16) for place in (GPU, MPS, None)),
+        ("gguf", CPU, F32),  # the format whose numbers are right
+        ("gguf", GPU, F32),
+        ("quantized", CPU, BF16),  # for which the weights were quantized
+    ],
+)
+def test_where_there_is_no_choice_nothing_is_timed(checkpoint, taken, own, device, expected):
     timed = taken({BF16: 0.5})
-    assert chosen_dtype("fastest", tmp_path / "model.gguf", device) == F32 and timed == []
-    # whoever names one gets it
-    assert chosen_dtype("bfloat16", tmp_path / "model.gguf", device) == BF16
-
-
-def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(
-    checkpoint, taken, tmp_path
-):
-    config = json.loads((checkpoint[BF16] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "x"}})
-    )
-    assert taken({BF16: 2.0}) == [] and chosen_dtype("fastest", tmp_path, CPU) == BF16
+    assert chosen_dtype("fastest", checkpoint[own], device) == expected and timed == []
+    assert chosen_dtype("float16", checkpoint[own], device) == F16  # whoever names one gets it
 
 
 def test_an_encoder_decoder_is_asked_too(tmp_path, taken):
@@ -189,7 +185,7 @@ def test_whoever_names_a_format_gets_it_with_one_warning_if_it_is_slow(
     assert sorted(map(str, timed)) == sorted(map(str, ratios))
 
 
-def test_a_slow_format_that_nobody_named_is_not_warnings_of(checkpoint, taken, tmp_path):
+def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path):
     """A model that is loaded already, and what drafts for it in its format."""
     taken({BF16: 3.0})
     model = build_model(dtype=BF16)
@@ -278,7 +274,7 @@ def test_a_dtype_is_measured_once(taken):
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere"])
-def test_a_target_that_is_not_there_is_warnings_of(name, tmp_path):
+def test_a_target_that_is_not_there_is_told(name, tmp_path):
     for dtype in ("fastest", "auto", "float32", "float64"):
         with pytest.raises(ValueError, match=f"no target model at '{Path(name)}'"):
             Target.from_pretrained(name, dtype)
