@@ -335,6 +335,25 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
 
 
+def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    spoil(target.model)
+    shown = []
+
+    class Watching(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            shown.append(bool(scores.isnan().any()))
+            return scores
+
+    row = rows_of(7)[0]
+    truth = ours(SpeculativeLM(target), [row])[0]
+    shown.clear()
+    lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))
+    found, stats = ours(lm, [row], logits_processor=LogitsProcessorList([Watching()]))
+    assert found == truth and {record.fallback for record in stats.rows[0]} == {"not_finite"}
+    assert shown and not any(shown)
+
+
 def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
     """Added to such a score, the lowest float16 would not hide it."""
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
