@@ -11,7 +11,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DEVICE, VOCAB, head_for
+from helpers import DEVICE, VOCAB, head_for, padded_batch, written_alone
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -78,14 +78,8 @@ def test_text_is_that_of_generate(device, family, dtype):
         device, dtype
     )
     prompts = [torch.arange(3, 3 + length) * 7 % VOCAB for length in (5, 31, 18)]
-    expected = []
-    for prompt in prompts:
-        prompt_1T = prompt[None].to(device)
-        mask_1T = torch.ones_like(prompt_1T)
-        written = model.generate(
-            prompt_1T, attention_mask=mask_1T, max_new_tokens=40, do_sample=False
-        )
-        expected.append(written[0, len(prompt) :].tolist())
+    settings = {"max_new_tokens": 40, "do_sample": False}
+    expected = [written_alone(model, prompt.to(device), **settings) for prompt in prompts]
     for tree in TREES:
         lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, adaptive=False)
         assert target.engine.decoder is not None
@@ -98,12 +92,7 @@ def written_after(
     lm: SpeculativeLM, prompts: list[torch.Tensor], tokens: int, device
 ) -> list[list[int]]:
     """New tokens of each row of a left-padded batch."""
-    longest = max(map(len, prompts))
-    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(padded)
-    for row, prompt in enumerate(prompts):
-        padded[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
+    padded, mask = padded_batch(prompts)
     output = lm.generate(
         padded.to(device),
         attention_mask=mask.to(device),
@@ -111,7 +100,7 @@ def written_after(
         do_sample=False,
         pad_token_id=0,
     )
-    return output.sequences[:, longest:].tolist()
+    return output.sequences[:, padded.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import head_for
+from helpers import head_for, padded_batch
 
 from headstart.inference import SpeculativeLM, inputs
 from headstart.inference import replay as replay_module
@@ -24,10 +24,7 @@ def prompts():
 
 def answered(target, head, tree, texts, max_batch_size=None, **settings):
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, compile=False)
-    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side="left")
-    mask = (
-        torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor([[len(text)] for text in texts])
-    ).long()
+    ids, mask = padded_batch(texts)
     settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, **settings}
     return lm.generate(ids, attention_mask=mask, max_batch_size=max_batch_size, **settings)
 

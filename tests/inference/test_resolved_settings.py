@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import padded_batch
+from helpers import check_identity, written_alone
 from transformers import (
     GenerationConfig,
     StoppingCriteria,
@@ -205,25 +205,14 @@ def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(
 ):
     stop = stop_in(plain_text)
     target.model.generation_config.stop_strings = [stop]
-    rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False).warmup()
-    alone = [
-        target.model.generate(
-            row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **PLAIN
-        )
-        for row in rows
-    ]
-    ids, mask = padded_batch(rows)
+    settings = {**PLAIN, "tokenizer": tokenizer}
     for slots in (None, 2):
-        written = lm.generate(
-            ids, attention_mask=mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN
-        ).sequences[:, 9:]
-        for row, ours, theirs in zip(rows, written.tolist(), alone):
-            new = theirs[0, len(row) :].tolist()
-            assert ours[: len(new)] == new and set(ours[len(new) :]) <= {257}
-    rounds = lm.stream(PROMPT, attention_mask=torch.ones_like(PROMPT), tokenizer=tokenizer, **PLAIN)
+        rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
+        check_identity(lm, rows, max_batch_size=slots, **settings)
+    rounds = lm.stream(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
     streamed = list(itertools.chain.from_iterable(rounds))
-    assert streamed == alone[0][0, 9:].tolist() and len(streamed) < 30
+    assert streamed == written_alone(target.model, PROMPT[0], **settings) and len(streamed) < 30
     assert isinstance(lm.chat(tokenizer, max_new_tokens=5, do_sample=False).say("hi"), str)
     with pytest.raises(
         ValueError,
