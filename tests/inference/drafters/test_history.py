@@ -205,25 +205,6 @@ def test_memory_does_not_grow_with_answers():
     assert len(earlier.last(10**6)) == 1000
 
 
-def test_whoever_expects_more_drafts(target, tools):
-    """The other drafter is always right by three tokens: a history of worthless matches is silent,
-    one whose matches are sure and longer takes its rounds."""
-    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
-    settings = {"max_new_tokens": 41, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    truth = SpeculativeLM(target).generate(prompt, **settings).sequences[0].tolist()
-
-    def rounds(prepare):
-        other = make_drafter(target, target, "chain:3")
-        lm = SpeculativeLM(target, HistoryDrafter(earlier=TextIndex(500), other=other))
-        prepare(lm.drafter)
-        output = lm.generate(prompt, **settings)
-        assert output.sequences[0].tolist() == truth
-        return output.stats.rounds
-
-    assert rounds(lambda drafter: [wrong_by(rates) for rates in drafter.rates]) == 10
-    assert rounds(lambda drafter: drafter.earlier.add([*truth, -1])) < 8
-
-
 def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
     """The other drafter is always right by three tokens; one row's answer was given before, and
     the history drafts four of its tokens."""

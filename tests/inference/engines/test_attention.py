@@ -19,18 +19,6 @@ from headstart.inference.engines.attention import NAME, TreeAttention, causal_at
 SIZE, SLOTS = 8, 23
 
 
-def test_the_shape_is_the_one_that_transformers_expects():
-    query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    seen = torch.ones(3, 5, dtype=torch.bool).tril(2).repeat(2, 1, 1, 1)
-    attend = TreeAttention()
-    attend.attend_by(seen)
-    module = torch.nn.Module()
-    causal, _ = attend(module, query, key, value, attend.of_prompt(3, 5))
-    masked, weights = attend(module, query, key, value, seen)
-    assert causal.shape == (2, 3, 6, 8) and weights is None
-    torch.testing.assert_close(causal, masked)
-
-
 def test_what_it_does_not_do_is_refused():
     states = torch.randn(1, 2, 3, 8)
     attend = TreeAttention()
