@@ -296,6 +296,22 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
             assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
 
 
+def test_a_prompt_is_read_alike_in_pieces_of_any_size():
+    target = target_of(KNOWN["llama"])
+    target.compile()
+    text = torch.randint(90, (2, 600), generator=torch.Generator().manual_seed(1))
+    found = []
+    for size in (1, 7, 600):
+        cache = target.engine.new_cache(2)
+        parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
+        outputs = [
+            target.engine.read_chunk(part, 600, cache, (0,), list(range(part.shape[1])))
+            for part in parts
+        ]
+        found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
 HEADS = {
     "dflash": {"block_size": 4},
     "dspark": {"block_size": 3, "markov_rank": 4},
