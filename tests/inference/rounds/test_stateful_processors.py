@@ -24,7 +24,7 @@ from headstart.inference.rounds.loop import score_accepted
 from headstart.inference.rounds.sequences import Sequences
 from headstart.inference.rounds.verification import Verification
 from headstart.inference.trees.logits import TreeLogitsProcessor
-from headstart.inference.trees.sampling import PrecomputedSampler
+from headstart.inference.trees.sampling import PrecomputedSampler, RandomSampler
 from headstart.inference.trees.tree import DraftTree
 from headstart.inference.trees.verify import RULES, greedy
 
@@ -344,6 +344,17 @@ def test_logits_that_are_no_numbers_are_shown_to_no_processor(tiny_target):
     assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [
         [1]
     ]
+
+
+def test_numbers_of_a_round_are_drawn_once(tiny_target):
+    """So that a rule that is asked again decides as before."""
+    tree = chain_tree(1, 3, torch.Generator().manual_seed(0))
+    draws = RandomSampler(torch.Generator().manual_seed(1))
+    fixed = Verification(RULES["token"].verify).drawn(tree, torch.zeros(1, 4, VOCAB), draws)
+    first, again = fixed.from_start(), fixed.from_start()
+    assert torch.equal(
+        first.uniform((1, 2), torch.device("cpu")), again.uniform((1, 2), torch.device("cpu"))
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
