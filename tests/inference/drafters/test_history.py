@@ -213,7 +213,7 @@ def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
         torch.tensor([5, 6, 7]),
         torch.tensor([chance.randrange(VOCAB) for _ in range(LONGEST)]),
     ]
-    settings = {"max_new_tokens": 41, "eos_token_id": []}
+    settings = {"max_new_tokens": 41, "eos_token_id": [], "pad_token_id": 0}
     truth = written_alone(target.model, rows[1], do_sample=False, **settings)
     other = make_drafter(target, target, "chain:3")
     lm = SpeculativeLM(target, HistoryDrafter(nodes=5, earlier=TextIndex(500), other=other))
