@@ -63,14 +63,15 @@ HEADS: dict[str, dict[str, Any]] = {
 
 def make_inputs(folder: Path, length: int) -> None:
     """Write a random target of two blocks, whose head is larger than itself, and rows of `length`
-    tokens."""
+    tokens. With long rows it is narrower: what their tokens keep outweighs Python and torch."""
     torch.manual_seed(0)
+    width = 1536 if length == SHORT else 512
     shape = LlamaConfig(
         vocab_size=2048,
-        hidden_size=768,
-        intermediate_size=3072,
+        hidden_size=width,
+        intermediate_size=4 * width,
         num_hidden_layers=2,
-        num_attention_heads=12,
+        num_attention_heads=width // 128,
         num_key_value_heads=4,
         max_position_embeddings=max(256, 2 * length),
         bos_token_id=None,
@@ -87,7 +88,7 @@ def make_inputs(folder: Path, length: int) -> None:
 def make_rows(path: Path, target: Path, rows: list[list[int]], long_prompts: list[int]) -> None:
     """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens.
 
-    Prompts have 8 tokens, and those of the rows `long_prompts` all but the last 32.
+    Prompts have 8 tokens, and those of the rows `long_prompts` all but some 40 of the last.
     """
     words = Tokenizer(
         models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1")
@@ -98,7 +99,7 @@ def make_rows(path: Path, target: Path, rows: list[list[int]], long_prompts: lis
     fast.save_pretrained(target)
     lines = []
     for number, row in enumerate(rows):
-        prompt = len(row) - 32 if number in long_prompts else 8
+        prompt = len(row) - 32 - number if number in long_prompts else 8
         loss_mask = [place >= prompt for place in range(len(row))]
         lines.append(json.dumps({"input_ids": row, "loss_mask": loss_mask}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..heads.base import DraftHead
 from .cache.kv_cache import StateShape, TreeCache, free_memory
 from .engines.base import Engine, TargetOutput
 from .engines.target import Target
@@ -160,14 +161,22 @@ class ReplayTarget(Target):
         self._tables.clear()
 
 
-def rows_at_once(target: Target, prompts: Sequence[Tensor], new_tokens: int, nodes: int = 1) -> int:
+def rows_at_once(
+    target: Target,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    nodes: int = 1,
+    head: DraftHead | None = None,
+) -> int:
     """Prompts [T] to answer at the same time, by their tokens and by what memory is free.
 
-    `nodes` are those of a tree of drafts. Processes over which a target is divided get the same
-    number if they have as many prompts.
+    `nodes` are those of a tree of drafts, and `head` is what drafts them. Processes over which a
+    target is divided get the same number if they have as many prompts.
     """
     tokens = max(map(len, prompts)) + new_tokens + nodes
     row_bytes = target.cache_bytes(1, target.engine.cache_slots(tokens))
+    if head is not None:
+        row_bytes += head.cache_bytes(1, tokens)
     fitting = SHARE_OF_FREE * free_memory(target.device) // max(row_bytes, 1)
     rows = max(1, int(min(len(prompts), TOKENS_AT_ONCE // tokens, fitting)))
     groups = target.forwards(-(-len(prompts) // rows))

@@ -383,9 +383,8 @@ def _answers(
     # compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False, compile=False)
     lm.observers += observers
-    rows = max(1, NODES_AT_ONCE // tree.size)
-    if not isinstance(target, ReplayTarget):
-        rows = min(rows, rows_at_once(target, prompts, new_tokens, tree.size))
+    fitting = rows_at_once(target, prompts, new_tokens, tree.size, head)
+    rows = min(fitting, max(1, NODES_AT_ONCE // tree.size))
     input_ids, mask = left_padded(prompts, target.device)
     return lm.generate(
         input_ids,

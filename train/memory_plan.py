@@ -23,6 +23,7 @@ from ..console import console, log
 from ..files import free_bytes
 from ..heads.base import DraftHead, TargetFeatures, TargetInfo, TargetModules
 from ..heads.by_name import build_head, head_config
+from ..heads.layers.decoder_layer import LayerShape
 from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
 from ..inference.engines.target import Target
@@ -88,6 +89,8 @@ class Plan:
     copied_bytes: int = 0
     """Bytes of the copy in host memory from which such a checkpoint is written in the background;
     with DDP only the main process has one."""
+    replay_bytes: int = 0
+    """Bytes in host memory of the states that evaluations replay, from the first one on."""
 
 
 def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
@@ -181,8 +184,11 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     copied = 0
     if between and config.loop.save_in_background and "ZeRO" not in engine:
         copied = (weights + states) // (processes if engine == "FSDP2" else 1)
+    replay = table_bytes(config, target, head, processes)
     if here.type == "cpu" and copied > 0:
         memory["copy to save"] = copied
+    if here.type == "cpu" and config.loop.eval_every > 0:
+        memory["replayed answers"] = replay
 
     # 8. What stays between steps. DDP keeps its buckets.
     standing = on_device + memory["head"] + memory["optimizer"]
@@ -194,7 +200,7 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     if engine == "FSDP2":
         evaluating = max(evaluating, weights)
     if here.type == "cpu":
-        evaluating += weights
+        evaluating += weights + replay
     moments = {
         "training": sum(memory.values()),
         "evaluation": standing + evaluating,
@@ -212,6 +218,7 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         cache_bytes=cache_bytes(head, config.features.format),
         checkpoint_bytes=weights + states,
         copied_bytes=copied,
+        replay_bytes=replay,
     )
 
 
@@ -314,16 +321,47 @@ def judged(config: TrainConfig, head: DraftHead, tokens: int) -> int:
 
 
 def loss_chunk(
-    head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device
+    head: DraftHead,
+    objective: Objective,
+    tokens: int,
+    itemsize: int,
+    device: torch.device,
+    backward: bool = True,
 ) -> int:
     """Count the bytes of one chunk of the loss.
 
-    The target's logits are in its dtype, the draft's and their copies in float32.
+    The target's logits are in its dtype, the draft's and their copies in float32. Without a
+    backward these are draft logits and their softmax, and the target's probabilities twice.
     """
     drafted = head.draft_vocab_size
     target = objective.target_logits(head.target.vocab_size, drafted)
+    copies = CHUNK_COPIES
+    if not backward:
+        copies = 4 if target else 2
     positions = min(tokens, positions_at_once(device, max(target, drafted)))
-    return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)
+    return positions * (target * itemsize + copies * FLOAT * drafted)
+
+
+def block_width(shape: TargetInfo | LayerShape) -> int:
+    """Numbers that exist at once for a token while a decoder block runs without a backward."""
+    return MLP_COPIES * shape.intermediate_size + STATES_KEPT * shape.hidden_size
+
+
+def replayed(config: TrainConfig, processes: int) -> tuple[int, int]:
+    """Prompts that a process answers in an evaluation, and their tokens with the answers."""
+    prompts = config.eval.prompts
+    if config.target_placement != "shard":
+        prompts = math.ceil(prompts / processes)
+    return prompts, config.data.max_length + config.eval.max_new_tokens + BEYOND
+
+
+def table_bytes(config: TrainConfig, target: Target, head: DraftHead, processes: int) -> int:
+    """Count the host bytes of the states that evaluations replay (`ReplayTarget.table`)."""
+    if config.adapter.rank > 0:  # the target changes, and nothing is replayed
+        return 0
+    prompts, tokens = replayed(config, processes)
+    width = len({*head.feature_layers, -1}) * target.info.hidden_size
+    return prompts * tokens * width * target.dtype.itemsize
 
 
 def evaluation(
@@ -332,49 +370,48 @@ def evaluation(
     """Estimate the bytes of the largest part of an evaluation, beside the copies of the head."""
     info = target.info
     itemsize = target.dtype.itemsize
-    answer = config.eval.max_new_tokens + BEYOND
-    prompts = config.eval.prompts
-    if config.target_placement != "shard":
-        prompts = math.ceil(prompts / processes)
-
-    # 1. The target: states of `tokens`, those of some layers beside what a block computes.
+    prompts, answered = replayed(config, processes)
     features = len(head.feature_layers) * info.hidden_size
-    in_block = MLP_COPIES * info.intermediate_size + STATES_KEPT * info.hidden_size
+    in_block = block_width(info)
 
     def forward(tokens: int) -> int:
         """Bytes of a forward that returns features: they are collected, and then joined."""
         states = features + info.hidden_size
         return tokens * itemsize * max(states + in_block, states + features)
 
-    # 2. Teacher-forced losses. The head keeps nothing for a backward: its cache, which
-    # `loop.recompute` keeps too, and what one of its steps computes.
-    row = config.data.max_length
-    tokens = max(forward_tokens(config), row)
-    whole, cached = (
-        activations(replace(config, loop=replace(config.loop, recompute=again)), info, 1, row)
-        for again in (False, True)
-    )
-    # Medusa and Hydra have no cache and nothing to recompute: they compute depth after depth.
-    if cached == whole and not hasattr(head.config, "max_anchors"):
-        cached = 0
-    step = min(whole - cached, whole // head.max_depth)
+    # 1. Teacher-forced losses: keys and values of all tokens, in training-time test those of every
+    # step, and the drafts of every depth. A layer runs before the loss.
+    tokens = max(forward_tokens(config), config.data.max_length)
+    drafted = judged(config, head, tokens)
+    in_layer = STATES_KEPT * info.hidden_size
+    cached = 0
+    if head.cached_layers:
+        in_layer = block_width(head.shape)
+        cached = 2 * head.cached_layers * head.shape.num_key_value_heads * head.shape.head_dim
+    unrolled = head.max_depth if hasattr(head, "test_steps") else 1
+    block = getattr(head.config, "block_size", 1)
+    in_layers = itemsize * in_layer * (drafted * block if block > 1 else tokens)
+    loss = loss_chunk(head, objective_of(config), drafted, itemsize, device, backward=False)
     read = tokens * itemsize * (features + info.hidden_size)
-    # Steps come before the loss.
-    loss = loss_chunk(head, objective_of(config), judged(config, head, tokens), itemsize, device)
-    forced = read + tokens * cached // row + max(tokens * step // row, loss)
+    kept = itemsize * (unrolled * cached * tokens + head.max_depth * drafted * info.hidden_size)
+    forced = read + kept + max(in_layers, loss)
     if needs_no_target(config):
-        parts = [forced + read]
-    else:
-        # 3. Plain answers: the KV cache, and a forward that reads the prompts, without features.
-        # Then another one reads prompts and answers.
-        texts = min(prompts * (row + answer), max(TOKENS_AT_ONCE, row + answer))
-        prefill = texts * itemsize * (info.hidden_size + in_block)
-        parts = [forced, forward(tokens), target.cache_bytes(1, texts) + prefill, forward(texts)]
+        return forced + read
 
-    # 4. Drafts: logits of the nodes of a tree.
-    nodes = max(config.eval.nodes, min(prompts * config.eval.nodes, NODES_AT_ONCE))
-    parts.append(nodes * info.vocab_size * (itemsize + LOGIT_COPIES * FLOAT))
-    return max(parts)
+    # 2. Plain answers: the KV cache, and a forward that reads the prompts, without features.
+    texts = min(prompts * answered, max(TOKENS_AT_ONCE, answered))
+    prefill = texts * itemsize * (info.hidden_size + in_block)
+    plain = target.cache_bytes(1, texts) + prefill
+
+    # 3. Drafts: the head's cache, into which it reads the prompts, and logits of a tree's nodes.
+    # Before its first prompt a forward reads prompts and answers.
+    rows = texts // answered
+    drafts = head.cache_bytes(rows, answered) * itemsize // FLOAT
+    nodes = max(config.eval.nodes, min(rows * config.eval.nodes, NODES_AT_ONCE))
+    logits = nodes * info.vocab_size * (itemsize + LOGIT_COPIES * FLOAT)
+    heads_prefill = texts * itemsize * (features + in_layer)
+    drafts += max(forward(texts), heads_prefill, logits)
+    return max(forced, forward(tokens), plain, drafts)
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
@@ -496,6 +533,10 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     if plan.copied_bytes > 0:
         copied = f"{plan.copied_bytes / 2**30:.2f} GiB of host memory"
         log.info(f"{copied} hold the copy of which one is written while steps go on")
+    log.info(
+        f"{plan.replay_bytes / 2**30:.2f} GiB of host memory hold the states of the prompts and"
+        " answers of evaluations"
+    )
     if config.features.mode != "online":
         folder = Path(config.features.folder or output / "features")
         free = free_bytes(folder)

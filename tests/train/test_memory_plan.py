@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from messages import refused
-from transformers import LlamaConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.dflash import head as dflash
+from headstart.heads.layers import training_time_test
+from headstart.inference import load_tokenizer
 from headstart.scripts.command_line import options
+from headstart.train import loop
 from headstart.train import memory_plan as plan
 from headstart.train.config import OptimConfig, TrainConfig
+from headstart.train.data.split import split_held_out
 from headstart.train.engines import with_formats
 from headstart.train.features.placement import load_target
 from headstart.train.head import head_of
@@ -97,6 +105,102 @@ def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
         for side in sides
     )
     assert rows == tokens
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations in the block have made and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, made)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return made
+
+
+HEADS = {
+    "eagle3": {"depth": 4, "feature_layers": [0, -1]},
+    "dflash": {"num_layers": 2, "feature_layers": [0], "mask_token_id": 1, "max_anchors": 16},
+    "medusa": {"num_heads": 4, "num_layers": 4},
+}
+ROW = 512
+
+
+@pytest.fixture
+def long_rows(taught, run_options, tmp_path, changed, monkeypatch):
+    """A run on long rows, half of whose held-out ones have long prompts."""
+    shape = LlamaConfig(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * ROW,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path / "target")
+    load_tokenizer(str(taught)).save_pretrained(tmp_path / "target")
+    run = run_options(tmp_path / "run", 2)
+    _, held_out = split_held_out(range(16), 0.25, run.loop.seed)
+    lines = []
+    for number in range(16):
+        prompt = ROW - 32 - number if number in held_out[::2] else 8
+        row = [2 + (7 * number + place) % 250 for place in range(ROW)]
+        answer = [place >= prompt for place in range(ROW)]
+        lines.append(json.dumps({"input_ids": row, "loss_mask": answer}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # Fused kernels keep no scores; a mode that looks at operations goes without them.
+    for module in (training_time_test, dflash):
+        monkeypatch.setattr(module, "SCORES_ON_CPU", 2**16)
+    return changed(
+        run,
+        target=str(tmp_path / "target"),
+        data={
+            "sources": [str(tmp_path / "rows.jsonl")],
+            "max_length": ROW,
+            "held_out": 0.25,
+            "cache": str(tmp_path / "tokens"),
+        },
+        loop={"max_steps": 2, "batch_size": 2, "micro_batch": 1, "eval_every": 0, "save_every": 0},
+        eval={"prompts": 4, "conversations": 4, "max_new_tokens": 4, "nodes": 4},
+    )
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_training_and_evaluation_take_what_is_planned(long_rows, kind, monkeypatch):
+    recipe = dataclasses.replace(long_rows, head={"type": kind, **HEADS[kind]})
+    planned = plan.plan_run(dataclasses.replace(recipe, plan="one"), torch.device("cpu")).moments
+    live = LiveBytes()
+    taken = {}
+
+    def measured(name, moment):
+        work = getattr(loop, name)
+
+        def watched(*given, **more):
+            live.most = 0
+            result = work(*given, **more)
+            taken[moment] = live.most
+            return result
+
+        monkeypatch.setattr(loop, name, watched)
+
+    measured("gradients", "training")
+    measured("evaluate_and_save", "evaluation")
+    with live:
+        loop.train(recipe)
+    ratios = {moment: size / planned[moment] for moment, size in taken.items()}
+    assert all(0.9 <= ratio <= 1.1 for ratio in ratios.values()), ratios
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
