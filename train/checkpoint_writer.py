@@ -3,6 +3,12 @@
 A thread may write a copy of the state in host memory while training goes on. It exchanges errors
 with the threads of other processes in a process group of its own, since exchanges of training steps
 would mix with them. Files have the names and contents that accelerate's `load_state` reads.
+
+`torch.distributed.checkpoint` writes the shards of FSDP2, and nothing else. Its `async_save` was
+compared for whole checkpoints: one process resumed exactly, and other numbers of processes read
+what two wrote. But objects under one name are stored once, so that of two processes the first
+resumed with the random state of the second. And a save that is killed leaves a folder without an
+index, which raises when it is read, where a rename would have left the older checkpoint the newest.
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ def shard(
 ) -> None:
     """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made.
 
-    `over` names the processes that divide them, see `shard_mesh`.
+    `over` names the processes that divide them, see `shard_mesh`. The head is one unit: heads call
+    parts of a layer outside of its forward (DFlash the projections of its context), where a unit of
+    the layer would not be gathered. Gradients are reduced in float32, as by DDP, so that a run has
+    the same weights with each engine.
 
     Accelerate could shard, but disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a
     truncated vocabulary) while it loads weights from the first process:
