@@ -63,9 +63,11 @@ HEADS: dict[str, dict[str, Any]] = {
 
 def make_inputs(folder: Path, length: int) -> None:
     """Write a random target of two blocks, whose head is larger than itself, and rows of `length`
-    tokens. With long rows it is narrower: what their tokens keep outweighs Python and torch."""
+    tokens. With longer rows it is narrower: what their tokens keep outweighs Python and torch."""
     torch.manual_seed(0)
-    width = 1536 if length == SHORT else 512
+    width = 1536
+    if length > SHORT:
+        width = 512 if length <= 2048 else 256
     shape = LlamaConfig(
         vocab_size=2048,
         hidden_size=width,
