@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from messages import refused
@@ -89,6 +91,34 @@ def test_the_schedule_reaches_both_and_their_steps_are_of_one_size(tiny_target):
                 0.03 * rates[-1] < distance < 1.5 * rates[-1] for distance in moved.values()
             ), moved
     assert rates[0] == 0 and max(rates) == rates[5] == pytest.approx(0.01) and rates[-1] < rates[6]
+
+
+def test_what_was_saved_goes_on_the_same(tiny_target):
+    heads = [head_of("hydra", tiny_target, num_heads=2) for _ in range(2)]
+    (one, one_schedule), (other, other_schedule) = (
+        build_optimizer(head, MUON, 8, {}) for head in heads
+    )
+    for seed in range(3):
+        step(heads[0], one, one_schedule, seed)
+    saved = copy.deepcopy(one.state_dict())  # as from a file: loading takes the tensors themselves
+    assert saved.keys() == {"muon", "adamw"}
+    heads[1].load_state_dict(heads[0].state_dict())
+    other.load_state_dict(saved)
+    other_schedule.load_state_dict(one_schedule.state_dict())
+    for seed in range(3, 8):
+        for head, optimizer, schedule in (
+            (heads[0], one, one_schedule),
+            (heads[1], other, other_schedule),
+        ):
+            step(head, optimizer, schedule, seed)
+        rates = {group["lr"] for part in other.parts.values() for group in part.param_groups}
+        assert (
+            rates
+            == {group["lr"] for group in other.param_groups}
+            == set(one_schedule.get_last_lr())
+        )
+    for ours, theirs in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
