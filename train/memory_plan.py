@@ -375,9 +375,10 @@ def evaluation(
     in_block = block_width(info)
 
     def forward(tokens: int) -> int:
-        """Bytes of a forward that returns features: they are collected, and then joined."""
-        states = features + info.hidden_size
-        return tokens * itemsize * max(states + in_block, states + features)
+        """Bytes of a forward that returns features: those of blocks are collected, then joined."""
+        collected = info.hidden_size * sum(layer != -1 for layer in head.feature_layers)
+        joined = collected + features + info.hidden_size
+        return tokens * itemsize * max(collected + in_block, joined)
 
     # 1. Teacher-forced losses: keys and values of all tokens, in training-time test those of every
     # step, and the drafts of every depth. A layer runs before the loss.
