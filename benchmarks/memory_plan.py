@@ -52,7 +52,7 @@ SHORT = 64
 """Tokens of a row; longer rows are read one at a time."""
 ROWS = 17
 """Rows of the data; HELD_OUT of them are evaluated on."""
-HELD_OUT = 0.25
+HELD_OUT = 5 / ROWS
 MOMENTS = ("training", "evaluation", "saving")
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
@@ -80,11 +80,11 @@ def make_inputs(folder: Path, length: int) -> None:
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "target")
-    # An evaluation has both many drafts to judge and long prompts to answer.
+    # An evaluation has both long prompts to answer and many drafts to judge, in the last row.
     _, held_out = split_held_out(range(ROWS), HELD_OUT, LoopConfig().seed)
     for size in {SHORT, length}:
         rows = [[2 + (7 * row + place) % 2000 for place in range(size)] for row in range(ROWS)]
-        make_rows(folder / f"rows-{size}.jsonl", folder / "target", rows, held_out[::2])
+        make_rows(folder / f"rows-{size}.jsonl", folder / "target", rows, held_out[:-1])
 
 
 def make_rows(path: Path, target: Path, rows: list[list[int]], long_prompts: list[int]) -> None:
@@ -208,7 +208,7 @@ def config_of(folder: Path, name: str, head: str, length: int) -> TrainConfig:
             save_every=0,
             timeout=5.0,
         ),
-        eval=EvalConfig(prompts=4, max_new_tokens=4, conversations=4, nodes=4),
+        eval=EvalConfig(prompts=4, max_new_tokens=4, conversations=5, nodes=4),
     )
 
 

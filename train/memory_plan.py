@@ -28,6 +28,7 @@ from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
 from ..inference.engines.target import Target
 from ..inference.replay import BEYOND, TOKENS_AT_ONCE
+from ..inference.rounds.prefill import PREFILL_TOKENS
 from ..inference.targets.dtypes import dtype_named
 from .config import TrainConfig, head_options
 from .data.batches import Share
@@ -399,18 +400,19 @@ def evaluation(
     if needs_no_target(config):
         return forced + read
 
-    # 2. Plain answers: the KV cache, and a forward that reads the prompts, without features.
+    # 2. Plain answers: the KV cache, and a forward that reads a chunk of the prompts, without
+    # features.
     texts = min(prompts * answered, max(TOKENS_AT_ONCE, answered))
-    prefill = texts * itemsize * (info.hidden_size + in_block)
-    plain = target.cache_bytes(1, texts) + prefill
+    rows = texts // answered
+    chunk = min(texts, rows * PREFILL_TOKENS)
+    plain = target.cache_bytes(1, texts) + chunk * itemsize * (info.hidden_size + in_block)
 
     # 3. Drafts: the head's cache, into which it reads the prompts, and logits of a tree's nodes.
     # Before its first prompt a forward reads prompts and answers.
-    rows = texts // answered
     drafts = head.cache_bytes(rows, answered) * itemsize // FLOAT
     nodes = max(config.eval.nodes, min(rows * config.eval.nodes, NODES_AT_ONCE))
     logits = nodes * info.vocab_size * (itemsize + LOGIT_COPIES * FLOAT)
-    heads_prefill = texts * itemsize * (features + in_layer)
+    heads_prefill = chunk * itemsize * (features + in_layer)
     drafts += max(forward(texts), heads_prefill, logits)
     return max(forced, forward(tokens), plain, drafts)
 
