@@ -434,7 +434,7 @@ def build_unloaded(
     except (StrictDataclassError, RuntimeError, *BROKEN) as error:
         # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an
         # unknown type.
-        reason = one_line(f"{type(error).__name__}: {error}".splitlines()[0])
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"options of the {name} head cannot be used ({reason}): {shown(options)}"
         ) from error
