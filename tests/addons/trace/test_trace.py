@@ -109,7 +109,7 @@ def test_a_file_is_whole_or_what_it_was(trace, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with refused("MB trace.html: space", error=OSError):
+    with refused("trace.html space", error=OSError):
         trace.save(path)
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
