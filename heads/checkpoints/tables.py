@@ -81,8 +81,9 @@ OF_TENSORS = re.compile(
     r"|token|quantization|dropout|initializer|loss"
 )
 """Names of keys that speak of tensors, by which they are judged, of text or of training."""
-EVIDENCE = {r"bias": r"\.bias$", r"qk_?(layer)?norm": r"\.q_norm\.", r"sink": r"sink"}
-"""Names of flags, and of the tensors that a file has where they are set."""
+EVIDENCE = {r"sink": r"sink", r"qk_?(layer)?norm": r"\.q_norm\.", r"bias": r"\.bias$"}
+"""Names of flags, and of the tensors that a file has where they are set; the first that fits
+counts: attention_sink_bias is a sink."""
 
 
 def may_compute(name: str, value: Any, tensors: Collection[str]) -> bool:

@@ -20,7 +20,7 @@ from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.formats import FORMATS
 from headstart.heads.checkpoints.import_formats import import_head, recognise
 from headstart.heads.checkpoints.reading import TargetParts
-from headstart.heads.checkpoints.tables import places
+from headstart.heads.checkpoints.tables import may_compute, places
 from headstart.heads.eagle3.formats import EAGLE_CONFIG
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -351,6 +351,11 @@ def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too()
     for other in ({}, {"attention_multiplier": 0.25}):
         with refused("unknown 'attention_multiplier' 0.5"):
             import_head(config, dict(tensors), INFO, parts(**other))
+
+
+def test_a_bias_somewhere_is_no_evidence_of_a_sink() -> None:
+    assert may_compute("attention_sink_bias", True, ["fc.bias"])
+    assert not may_compute("attention_sink_bias", True, ["self_attn.attention_sink_bias"])
 
 
 COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
