@@ -547,6 +547,9 @@ def keeps_drafts(case: Case) -> bool:
     # A GPU draws other numbers, and a head's own tree there is another.
     if case["engine"] == "recorded" and case["tree"] in (*DRAWN, "own"):
         return False
+    # Fewer rows at a time leave more of the budget of a head's own tree, and draw in another order.
+    if case["batch"] == "slots" and case["tree"] in (*DRAWN, "own"):
+        return False
     return case["tree"] not in ("adaptive", "several")
 
 
