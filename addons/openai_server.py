@@ -196,7 +196,7 @@ class OpenAIServer:
         return self.without_secrets(sent.decode("utf-8", "replace"))
 
     def _sent(self, request: urllib.request.Request, seconds: float) -> bytes:
-        """What the server answers to a request, up to a byte more than it may."""
+        """Return the answer to a request, of at most a byte more than it may have."""
         try:
             with _opener.open(request, timeout=seconds) as response:
                 sent: bytes = response.read(LONGEST_ANSWER + 1)

@@ -23,6 +23,7 @@ STATES = ("qwen3.5, gated delta", "lfm2, convolution", "granite-4, mamba-2", "ma
 FAMILIES = {
     family: functools.partial(families.build, family, "sdpa") for family in SEQUENCES + STATES
 }
+FAMILIES["mamba-2 alone"] = functools.partial(families.build, "mamba-2 alone")  # no attention
 FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""

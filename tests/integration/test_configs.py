@@ -97,12 +97,13 @@ def planned(path, folder, **changes):
     """The run of a file on the machine that its header names; the memory of each device, and what
     is planned there."""
     text = path.read_text(encoding="utf-8")
-    machine = re.search(r"^# Machine: (\d+) (?:CPU|GPUs?) of (\d+) GB$", text, re.MULTILINE)
+    machine = re.search(r"^# Machine: (\d+) (CPU|GPUs?) of (\d+) GB$", text, re.MULTILINE)
     launch = re.search(
         r"accelerate launch (?:--config_file configs/accelerate/(\S+)\.yaml )?", text
     )
     assert machine and launch, f"{path.name} names no machine, or not how it is launched there"
-    processes, gigabytes = int(machine[1]), int(machine[2])
+    processes, gigabytes = int(machine[1]), int(machine[3])
+    device = torch.device("cpu" if machine[2] == "CPU" else "cuda")
     word = launch[1] or "one"
     if launch[1]:
         launched = yaml.safe_load(
@@ -118,7 +119,8 @@ def planned(path, folder, **changes):
     arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
     arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
     config = options(ServedTrainConfig, "train", "", arguments)
-    return gigabytes * 1e9, sum(plan_run(dataclasses.replace(config, **changes)).memory.values())
+    plan = plan_run(dataclasses.replace(config, **changes), device)
+    return gigabytes * 1e9, sum(plan.memory.values())
 
 
 @pytest.fixture(autouse=True)

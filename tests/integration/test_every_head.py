@@ -42,6 +42,7 @@ SIZES = helpers.SIZES | {"num_hidden_layers": 3}
 DEEPSEEK = SIZES | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
+    "head_dim": 4,  # of the rotated part
     "q_lora_rank": 12,
     "kv_lora_rank": 8,
     "qk_nope_head_dim": 8,

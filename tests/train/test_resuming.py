@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from messages import refused
 from runs import last_weights, log_of, rows_of, write_config
 from safetensors.torch import load_file, save_file
 
@@ -136,10 +137,7 @@ def test_other_data_at_any_path_are_refused(options, tmp_path, changed):
     path = tmp_path / "less.jsonl"
     path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     before = (Path(options.output) / "config.yaml").read_text()
-    with pytest.raises(
-        ValueError,
-        match=r"whose data had the digest \w+; with data.sources .*less.jsonl.* it is \w+",
-    ):
+    with refused("digest", "data.sources", str(path)):
         train(changed(options, data={"sources": [str(path)]}))
     assert (Path(options.output) / "config.yaml").read_text() == before
 

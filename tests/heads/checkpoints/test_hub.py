@@ -136,7 +136,8 @@ def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(
 def test_an_id_that_is_none_is_refused_before_anything_is_asked(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where there is no folder ../head
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     hub.trouble = lambda handler: pytest.fail("asked the Hub")
     with refused("'../head' Hub"):
         local_folder("../head")

@@ -38,7 +38,9 @@ TREES = (
 
 def model_of(dtype=torch.float32):
     """A random model of dimensions that the CPU kernels take."""
-    model = build_model(VOCAB, layers=3, dtype=dtype, head_dim=32, hidden_size=64)
+    model = build_model(
+        VOCAB, layers=3, dtype=dtype, head_dim=32, hidden_size=64, intermediate_size=96
+    )
     return model.requires_grad_(False)
 
 

@@ -137,7 +137,7 @@ def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(
     ],
 )
 def test_where_there_is_no_choice_nothing_is_timed(checkpoint, taken, own, device, expected):
-    timed = taken({BF16: 0.5})
+    timed = taken({BF16: 0.5, F16: 1.0})
     assert chosen_dtype("fastest", checkpoint[own], device) == expected and timed == []
     assert chosen_dtype("float16", checkpoint[own], device) == F16  # whoever names one gets it
 
