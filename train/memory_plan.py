@@ -358,7 +358,8 @@ def replayed(config: TrainConfig, processes: int) -> tuple[int, int]:
 
 def table_bytes(config: TrainConfig, target: Target, head: DraftHead, processes: int) -> int:
     """Count the host bytes of the states that evaluations replay (`ReplayTarget.table`)."""
-    if config.adapter.rank > 0:  # the target changes, and nothing is replayed
+    # An adapter changes the target, and without its blocks states come from elsewhere.
+    if config.adapter.rank > 0 or needs_no_target(config):
         return 0
     prompts, tokens = replayed(config, processes)
     width = len({*head.feature_layers, -1}) * target.info.hidden_size
@@ -536,10 +537,11 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     if plan.copied_bytes > 0:
         copied = f"{plan.copied_bytes / 2**30:.2f} GiB of host memory"
         log.info(f"{copied} hold the copy of which one is written while steps go on")
-    log.info(
-        f"{plan.replay_bytes / 2**30:.2f} GiB of host memory hold the states of the prompts and"
-        " answers of evaluations"
-    )
+    if plan.replay_bytes > 0:
+        log.info(
+            f"{plan.replay_bytes / 2**30:.2f} GiB of host memory hold the states of the prompts"
+            " and answers of evaluations"
+        )
     if config.features.mode != "online":
         folder = Path(config.features.folder or output / "features")
         free = free_bytes(folder)

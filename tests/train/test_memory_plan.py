@@ -22,7 +22,7 @@ from headstart.inference import load_tokenizer
 from headstart.scripts.command_line import options
 from headstart.train import loop
 from headstart.train import memory_plan as plan
-from headstart.train.config import OptimConfig, TrainConfig
+from headstart.train.config import FeaturesConfig, OptimConfig, TrainConfig
 from headstart.train.data.split import split_held_out
 from headstart.train.engines import with_formats
 from headstart.train.features.placement import load_target
@@ -221,6 +221,14 @@ def test_an_evaluation_keeps_one_depth_of_a_head_without_a_cache(config, kind):
         for each in found
     ]
     assert 0 <= forwards[1] - forwards[0] <= 1.01 * kept / 4
+
+
+@pytest.mark.parametrize(("mode", "replays"), [("online", True), ("stored", False)])
+def test_only_a_target_that_answers_has_states_to_replay(config, mode, replays):
+    run = config("8b", plan="one", features=FeaturesConfig(mode=mode))
+    found = plan.plan_run(run, torch.device("cpu"))
+    assert (found.replay_bytes > 0) is replays
+    assert (found.memory["replayed answers"] > 0) is replays
 
 
 def test_every_engine_cuts_what_it_is_for(config):
