@@ -280,7 +280,7 @@ def text_row(path: Path) -> dict[str, Any]:
             known = parse_json((file.metadata() or {})["row"], "its row")
             tokens_T = file.get_tensor("tokens")
             mask_T = file.get_tensor("loss_mask")
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({one_line(error)}); remove it") from error
     is_text = (
         isinstance(known, dict)

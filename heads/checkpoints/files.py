@@ -196,7 +196,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
                 tensors: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             tensors = torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, EOFError, OSError, RuntimeError, *OF_BROKEN_PICKLES) as error:
+    except (EOFError, OSError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {one_line(error)}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(

@@ -395,17 +395,16 @@ def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
     Raises:
         ValueError: other things than token ids in any place of it for them.
     """
-    ends: frozenset[int] = frozenset()
+    listed: dict[str, list[Any]] = {}
     for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id", "eos_token_id"):
         configured = getattr(generation, name, None)
-        listed = configured if isinstance(configured, list) else [configured]
-        if not all(token is None or type(token) is int for token in listed):
+        listed[name] = configured if isinstance(configured, list) else [configured]
+        if not all(token is None or type(token) is int for token in listed[name]):
             raise ValueError(
                 f"{name} of the generation config must be a token id or a list of them, not"
                 f" {shown(configured)}"
             )
-        ends = frozenset(token for token in listed if token is not None)
-    return ends
+    return frozenset(token for token in listed["eos_token_id"] if token is not None)
 
 
 def load_model(
