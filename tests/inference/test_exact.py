@@ -229,7 +229,9 @@ def test_what_is_drawn_has_the_targets_distribution(target, source, tree, rule, 
         slots,
         ROUNDED.get(target, 1e-9),
     )
-    if target != "spoiled by a draft" and (source == "medusa" or source in MODELS):
+    # A top-k tree of the spoiled target holds token 2, with which the round is taken back.
+    taken_back = target == "spoiled by a draft" and rule == "point_mass"
+    if (source == "medusa" or source in MODELS) and not taken_back:
         assert max(record.accepted for record in records) > 0, "no draft decided anything"
     if "stop" in str(tree):
         assert len({record.drafted for record in records}) > 1, "all chains are equally long"
