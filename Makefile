@@ -46,7 +46,7 @@ format: $(STAMP)  ## format, and fix what lint can fix
 
 # One case of each test function, the same ones everywhere.
 test: $(STAMP)  ## every test, with one case of those that have several; JOBS=N processes
-	@echo "One case of each test: about twelve minutes on two cores. make test-all runs all cases, in 50."
+	@echo "One case of each test: about ten minutes on two cores. make test-all runs all cases, in 30."
 	$(PYTEST) $(PARALLEL) -m "not slow and not long" --cases 1
 	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) --cases 1 tests/gpu
 
