@@ -14,9 +14,8 @@ from .drafters.history import EARLIER_TOKENS
 from .drafters.text_index import TextIndex
 from .drafters.tree_policies import model_rows
 from .engines.target import Target
-from .rounds.verification import Verification
 from .trees.tree_spec import TreeSpec
-from .trees.verify import choose_rule
+from .trees.verify import AcceptanceRule, choose_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class Drafting:
     acceptance: str
     """Name of the rule, or "auto"."""
     lossy: bool
-    sampling_rule: Verification
+    sampling_rule: AcceptanceRule
     head: DraftHead | None = None
     """The head that drafts, as it was given; None if there is none."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class Drafting:
         Raises:
             ValueError: an unknown rule, or one that does not fit the drafter's trees.
         """
-        rule = Verification(choose_rule(acceptance, drafter.kind, lossy))
+        rule = choose_rule(acceptance, drafter.kind, lossy)
         return cls(drafter, acceptance, lossy, rule, **more)
 
     def for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
@@ -58,7 +57,7 @@ class Drafting:
         # A rule for sampled trees does not fit top-k trees, and the other way round.
         same_kind = drafter.kind == self.drafter.kind
         name = acceptance or (self.acceptance if same_kind else "auto")
-        rule = Verification(choose_rule(name, drafter.kind, self.lossy))
+        rule = choose_rule(name, drafter.kind, self.lossy)
         return replace(self, drafter=drafter, acceptance=name, sampling_rule=rule)
 
     @property

@@ -56,11 +56,9 @@ from .inputs import (
     without_padding,
 )
 from .output import GenerateDictOutput, GenerateOutput, collected
-from .rounds.decoding import Decoding
 from .rounds.loop import speculate
-from .rounds.observers import RoundObserver
+from .rounds.observers import ObservedCall, RoundObserver
 from .rounds.sequences import Conversation, Sequences
-from .rounds.verification import Verification, verification_by
 from .running import alone, runs
 from .targets.adapters import unwrapped
 from .targets.as_loaded import as_loaded, warn_of_autocast
@@ -72,7 +70,7 @@ from .trees.logits import TreeLogitsProcessor
 from .trees.sampling import RandomSampler, Sampler
 from .trees.stats import Stats
 from .trees.tree_spec import TreeSpec
-from .trees.verify import check_rule_name, greedy, is_lossy, top_down_rule
+from .trees.verify import AcceptanceRule, check_rule_name, greedy, is_lossy, top_down_rule
 from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
 
@@ -125,7 +123,6 @@ class SpeculativeLM:
         self.target = target
         self.observers: list[RoundObserver] = []
         """What watches every generation, see `RoundObserver`."""
-        self.greedy_rule = Verification(greedy)
         plan = NoDraft() if drafter is None else validated(drafter, target.info.vocab_size)
         target.check_layers(plan.feature_layers)
         self.drafting = Drafting.by_rule(plan, acceptance, lossy)
@@ -664,16 +661,18 @@ class SpeculativeLM:
                 keep_logits=keep and bool(config.output_logits),
                 max_batch_size=together,
             )
-            rule = self._rule(drafting, bool(config.do_sample), process_logits)
-            decoding = Decoding(
+            observed = ObservedCall(
                 target,
-                rule,
+                drafter,
+                _rule(drafting, bool(config.do_sample), process_logits),
                 process_logits,
                 call.sampler,
-                prompt_inputs=prompt_inputs,
+                sequences,
+                call.past,
+                prompt_inputs,
                 observers=tuple(self.observers),
             )
-            stats = self._speculate(call, drafting, decoding, drafter, sequences)
+            stats = self._speculate(observed, drafting)
         # 7. The output, in the form that was asked for.
         if call.streamer is not None:
             call.streamer.end()
@@ -684,38 +683,18 @@ class SpeculativeLM:
             return output.sequences
         return GenerateDictOutput.of(output)
 
-    def _rule(
-        self, drafting: Drafting, sampling: bool, process_logits: TreeLogitsProcessor
-    ) -> Verification:
-        """Return a generation's acceptance rule.
-
-        Processors that keep a state need a top-down rule.
-        """
-        if not sampling:
-            return self.greedy_rule
-        if process_logits.one_by_one:
-            return verification_by(top_down_rule(drafting.acceptance, drafting.drafter.kind))
-        return drafting.sampling_rule
-
-    def _speculate(
-        self,
-        call: Call,
-        drafting: Drafting,
-        decoding: Decoding,
-        drafter: BatchDrafter,
-        sequences: Sequences,
-    ) -> Stats:
+    def _speculate(self, call: ObservedCall, drafting: Drafting) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
         past = call.past
         if past is None:
-            return speculate(decoding, drafter, sequences)
+            return speculate(call)
         # A cache that another head, tree or version of the weights has filled cannot go on.
         owner = (drafting, self.target.version)
         if past.owner != owner:
             past.forget()
             past.owner = owner
         try:
-            return speculate(decoding, drafter, sequences, past)
+            return speculate(call)
         except BaseException:
             past.forget()
             raise
@@ -735,3 +714,14 @@ class SpeculativeLM:
             self._of_calls.popitem(last=False)
             self.target.engine.runner.forget()  # its recordings hold the drafter and its cache
         return self._of_calls[key]
+
+
+def _rule(
+    drafting: Drafting, sampling: bool, process_logits: TreeLogitsProcessor
+) -> AcceptanceRule:
+    """A generation's acceptance rule: top-down where processors keep a state."""
+    if not sampling:
+        return greedy
+    if process_logits.one_by_one:
+        return top_down_rule(drafting.acceptance, drafting.drafter.kind)
+    return drafting.sampling_rule

@@ -45,11 +45,9 @@ from headstart.inference import (
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
 from headstart.inference.drafters.round import Round
 from headstart.inference.engines.base import TargetOutput
-from headstart.inference.rounds.decoding import Decoding
 from headstart.inference.rounds.loop import speculate
 from headstart.inference.rounds.observers import ObservedCall, RoundObserver
 from headstart.inference.rounds.sequences import Sequences
-from headstart.inference.rounds.verification import Verification
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.stats import RoundRecord
 from headstart.train.config import TrainConfig
@@ -514,11 +512,9 @@ def write(
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
     sequences = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
-    verification = rule if isinstance(rule, Verification) else Verification(rule)
     process_logits = TreeLogitsProcessor(processors, [0] * len(prompts))
-    decoding = Decoding(target, verification, process_logits, sampler)
-    stats = speculate(decoding, drafter, sequences)
-    return sequences.rows, stats
+    call = ObservedCall(target, drafter, rule, process_logits, sampler, sequences)
+    return sequences.rows, speculate(call)
 
 
 def splitmix(counter: Any) -> Any:

@@ -12,7 +12,7 @@ next call:
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
                  or ModelRows.expand, once a level, for trees that are drawn or end early
     forward      ModelEngine._tree_forward               engines.model_engine
-    verdict      Verification.verify_and_compact         rounds.verification
+    verdict      verify_and_compact                      rounds.verification
     observe      the head's `observe`                    drafters.model_rows
 """
 

@@ -48,120 +48,99 @@ from torch import Tensor
 
 from ...heads.layers.constants import upload
 from ..cache.kv_cache import TreeCache
-from ..drafters.base import BatchDrafter, NoDraft
+from ..drafters.base import NoDraft
 from ..drafters.round import Ahead, Round, read_by_host
 from ..engines.base import TargetOutput
 from ..trees.sampling import RandomSampler, Sampler
 from ..trees.stats import Stats
 from ..trees.tree import DraftTree
-from .decoding import Decoding
+from ..trees.verify import point_mass
 from .limits import Limits, at_border, forward_without_spoiled, reread
 from .noise import PositionNoise
 from .observers import ObservedCall, observing
 from .prefill import prefill_all, prefill_slots, similar_lengths
-from .sequences import Conversation, Sequences
+from .sequences import Sequences
+from .verification import precomputed, random_numbers, verify_and_commit
 
 
 @torch.inference_mode()
-def speculate(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    past: Conversation | None = None,
-) -> Stats:
+def speculate(call: ObservedCall) -> Stats:
     """Generate until every sequence has ended.
 
-    `past`, the state of one row's text, is updated in place.
+    The call's conversation, the state of one row's text, is updated in place.
     """
-    stats = Stats(rows=[[] for _ in sequences.rows])
-    if not decoding.observers:
-        decode(decoding, drafter, sequences, past, stats)
-        return stats
+    call = replace(call, stats=Stats(rows=[[] for _ in call.sequences.rows]))
+    if not call.observers:
+        decode(call)
+        return call.stats
 
     # 1. The target computes the drafter's layers and, after them, those that only observers read.
     #    For example: the drafter reads (1, 12), an observer (12, 20): layers = (1, 12, 20).
-    layers = drafter.feature_layers
-    for observer in decoding.observers:
-        decoding.target.check_layers(observer.feature_layers)
+    layers = call.drafter.feature_layers
+    for observer in call.observers:
+        call.target.check_layers(observer.feature_layers)
         layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
     # Set for the whole call: the layers stay even if memory runs out and the drafter leaves.
-    decoding = replace(decoding, feature_layers=layers)
+    call = replace(call, feature_layers=layers)
 
     # 2. Every observer is told when the call begins and when it ends, also by an exception.
-    call = ObservedCall(
-        decoding.target,
-        drafter,
-        decoding.verification.rule,
-        decoding.process_logits,
-        sequences,
-        stats,
-        past,
-        decoding.prompt_inputs,
-        layers,
-    )
     with ExitStack() as observing_all:
-        for observer in decoding.observers:
+        for observer in call.observers:
             observing_all.enter_context(observing(observer, call))
         try:
-            decode(decoding, drafter, sequences, past, stats)
+            decode(call)
         except BaseException:
-            stats.drop_unfinished()
+            call.stats.drop_unfinished()
             raise
-    return stats
+    return call.stats
 
 
-def decode(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    past: Conversation | None,
-    stats: Stats,
-) -> None:
+def decode(call: ObservedCall) -> None:
     """Read the prompts, then one round after the other until every sequence has ended."""
-    sampler = decoding.sampler
-    target = decoding.target
+    target = call.target
+    sequences = call.sequences
+    stats = call.stats
     # 1. Fix the random numbers of every position in advance: a seed then gives the same text
     #    whatever is drafted. Only the rule that draws one token a node can work from them.
-    if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
+    if call.rule is point_mass and type(call.sampler) is RandomSampler:
         # A path of all nodes decides as many positions, and the bonus token one more.
-        positions = drafter.max_nodes + 1
+        positions = call.drafter.max_nodes + 1
         noise = PositionNoise(
-            sampler, sequences.rows, positions, target.info.vocab_size, target.device
+            call.sampler, sequences.rows, positions, target.info.vocab_size, target.device
         )
-        decoding = replace(decoding, noise=noise)
+        call = replace(call, noise=noise)
 
     # 2. Read the prompts. They yield the first new token of each row, with which it may end.
     with stats.timed("prefill"):
         began = time.perf_counter()
-        cache, roots_B = prefill_all(decoding, drafter, sequences, past)
+        cache, roots_B = prefill_all(call)
         stats.first_token_seconds = [time.perf_counter() - began]
-        roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+        roots_B = replace_ended(call, cache, roots_B)
 
     # 3. Rounds. The newest token of a row, its root, is part of the text but not of the KV cache.
-    limits = Limits(target, drafter.max_nodes)
+    limits = Limits(target, call.drafter.max_nodes)
     ahead: Ahead | None = None
     while sequences.active:
         began = time.perf_counter()
-        finished = speculation_round(
-            decoding, drafter, sequences, cache, roots_B, ahead, limits, stats
-        )
+        finished = speculation_round(call, cache, roots_B, ahead, limits)
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, finished.verified.max_depth)
-        for observer in decoding.observers:
+        for observer in call.observers:
             observer.round(finished)
         roots_B = finished.verdict.next_tokens_B
         ahead = finished.ahead
         del finished  # frees its logits and scores before the next round allocates its own
         if limits.gave_up:
-            drafter = NoDraft("out_of_memory")
+            call = replace(call, drafter=NoDraft("out_of_memory"))
             ahead = None
         if sequences.leaving:
             ahead = None  # it is of the rows before
             with stats.timed("prefill"):
-                roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+                roots_B = replace_ended(call, cache, roots_B)
 
     # 4. A conversation takes the cache over; otherwise its memory goes back to the pool.
     stats.cache_bytes = cache.nbytes
+    past = call.past
     if past is None:
         cache.release()
         return
@@ -171,18 +150,11 @@ def decode(
     if segments is not None and target.rereads_at_border and segments.of(len(past.tokens) - 2) > 0:
         past.segment = 1
     past.cache = cache
-    past.draft_state = None if limits.ran_out else drafter.saved_state()
+    past.draft_state = None if limits.ran_out else call.drafter.saved_state()
 
 
 def speculation_round(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    cache: TreeCache,
-    roots_B: Tensor,
-    ahead: Ahead | None,
-    limits: Limits,
-    stats: Stats,
+    call: ObservedCall, cache: TreeCache, roots_B: Tensor, ahead: Ahead | None, limits: Limits
 ) -> Round:
     """One draft, one target forward, one verification, for all active rows.
 
@@ -192,12 +164,15 @@ def speculation_round(
     with a smaller proposal. What a failed attempt leaves in the cache's free slots and in the
     drafter cannot change the output.
     """
+    drafter = call.drafter
+    sequences = call.sequences
+    stats = call.stats
     # Compared after a failure: a new lengths tensor, or another call of the processors, means that
     # the attempt went too far to be repeated.
     committed_B = cache.lengths_B
-    calls = decoding.process_logits.calls
-    if decoding.noise is not None:
-        decoding.noise.move_to(sequences.active)
+    calls = call.process_logits.calls
+    if call.noise is not None:
+        call.noise.move_to(sequences.active)
     proposed = None if ahead is None else ahead.proposed
     output = None if ahead is None else ahead.output
     finished: Round | None = None
@@ -209,11 +184,9 @@ def speculation_round(
                 with stats.timed("draft"):
                     proposed = drafter.propose(roots_B)
             # 2 to 6 The target's verdict on as much of it as it can verify.
-            finished = verify_round(
-                decoding, drafter, sequences, cache, proposed, output, limits, stats
-            )
+            finished = verify_round(call, cache, proposed, output, limits)
         except torch.OutOfMemoryError:
-            processors_advanced = decoding.process_logits.calls != calls
+            processors_advanced = call.process_logits.calls != calls
             if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
                 raise  # the round cannot be repeated, or a root alone did not fit
             limits.shrink(proposed, drafter.kind)
@@ -242,19 +215,16 @@ def speculation_round(
     # 8 The drafter reads what was accepted.
     if not limits.gave_up:
         with stats.timed("draft"):
-            drafter.observe(shown_to_drafter(decoding, drafter, finished))
+            drafter.observe(shown_to_drafter(call, finished))
     return finished
 
 
 def verify_round(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
+    call: ObservedCall,
     cache: TreeCache,
     proposed: DraftTree,
     output: TargetOutput | None,
     limits: Limits,
-    stats: Stats,
 ) -> Round | None:
     """Run steps 2 to 6 of a round: cut the tree, verify it in one forward, commit what it accepts.
 
@@ -268,6 +238,9 @@ def verify_round(
     Returns None if the round must be repeated: a row got no token, or some sampled drafts could not
     be verified. The result of a repeated round (`fallback` is "not_finite") is final.
     """
+    sequences = call.sequences
+    stats = call.stats
+    process_logits = call.process_logits
     repeated = proposed.fallback == "not_finite"
     sampled = proposed.draft_probs_BNV is not None
 
@@ -278,49 +251,39 @@ def verify_round(
     # 3 One forward over all nodes: logits_BNV, features_BNF.
     if output is None:
         with stats.timed("target"):
-            output = forward(decoding, drafter, sequences, cache, verified)
-    if (
-        decoding.process_logits.reads_text
-        and not repeated
-        and is_spoiled(output, sequences, sampled)
-    ):
+            output = forward(call, cache, verified)
+    if process_logits.reads_text and not repeated and is_spoiled(output, sequences, sampled):
         return None  # before a processor sees logits that plain decoding would not show it
 
     # 4 Scores: each node's logits after the processors, by the text that ends with the node.
-    sampler: Sampler = decoding.sampler
-    if decoding.noise is not None:
-        sampler = decoding.noise.sampler(verified)
+    sampler: Sampler = call.sampler
+    if call.noise is not None:
+        sampler = call.noise.sampler(verified)
     with stats.timed("processors"):
         # At least float32, as in transformers' own loop; float64 stays float64.
         scores_BNV = output.logits_BNV.to(
             torch.promote_types(output.logits_BNV.dtype, torch.float32)
         )
-        if decoding.process_logits.processors:
-            scores_BNV = decoding.process_logits(
-                scores_BNV, verified, sequences.text, sequences.decoded
-            )
+        if process_logits.processors:
+            scores_BNV = process_logits(scores_BNV, verified, sequences.text, sequences.decoded)
         # Processors with a state may see accepted tokens only, so they score node by node. The rule
         # is asked after each one, every time with the same random numbers, drawn here.
-        if decoding.process_logits.one_by_one and verified.max_depth > 0:
-            sampler = decoding.verification.drawn(verified, scores_BNV, sampler)
-            score_accepted(decoding, verified, scores_BNV, sequences, sampler)
+        if process_logits.one_by_one and verified.max_depth > 0:
+            sampler = precomputed(call.rule, verified, scores_BNV, sampler)
+            score_accepted(call, verified, scores_BNV, sampler)
 
     # 5 The accepted path of each row; the cache keeps its entries. Random numbers are drawn
     #   outside of what is recorded, or each replay would repeat them.
-    runner = decoding.target.engine.runner
-    verification = decoding.verification
     with stats.timed("verify"):
-        numbers = verification.random_numbers(verified, scores_BNV, sampler)
-    verdict = verification.verify_and_commit(
-        verified, output.features_BNF, scores_BNV, numbers, cache, stats, runner, sequences.live_B
-    )
+        numbers = random_numbers(call.rule, verified, scores_BNV, sampler)
+    verdict = verify_and_commit(call, verified, output.features_BNF, scores_BNV, numbers, cache)
 
     # 6 Its tokens on the host. While the host waits, the device already runs what needs no token on
     #   the host.
     finished = Round(proposed, verified, nodes, output, verdict, scores_BNV, numbers)
     meanwhile = None
-    if runner.replays:
-        meanwhile = partial(launch_ahead, decoding, drafter, sequences, cache, finished)
+    if call.target.engine.runner.replays:
+        meanwhile = partial(launch_ahead, call, cache, finished)
     with stats.timed("host"):
         finished = read_by_host(finished, meanwhile)
     if repeated:
@@ -333,22 +296,18 @@ def verify_round(
     return finished
 
 
-def launch_ahead(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    cache: TreeCache,
-    finished: Round,
-) -> Ahead | None:
+def launch_ahead(call: ObservedCall, cache: TreeCache, finished: Round) -> Ahead | None:
     """Launch what the host need not know a round's tokens for, so that the device does not wait.
 
     That is the drafter's `observe`, the next proposal, and where two plain rounds follow each other
     the target's next forward. Where a row ends, the latter two are lost.
     """
-    drafter.observe_ahead(shown_to_drafter(decoding, drafter, finished))
+    drafter = call.drafter
+    sequences = call.sequences
+    drafter.observe_ahead(shown_to_drafter(call, finished))
     # 1. What the next round computes lies where this round's results lie: none of them may be read
     #    later. Nor is there a next round if every row gets its last token.
-    if decoding.observers or sequences.scores is not None or sequences.logits is not None:
+    if call.observers or sequences.scores is not None or sequences.logits is not None:
         return None
     if sequences.in_last_round:
         return None
@@ -363,27 +322,20 @@ def launch_ahead(
         # 3. The forward of the next plain round. This one has committed one token of each row: the
         #    longest row had `longest` tokens, the root included, and all of these now count.
         longest = max(sequences.lengths)
-        layers = decoding.layers_for(drafter)
-        output = decoding.target.engine.forward_tree(proposed, longest, cache, layers)
+        output = call.target.engine.forward_tree(proposed, longest, cache, call.layers)
         return Ahead(proposed, output)
     except torch.OutOfMemoryError:
         return None  # the round itself shrinks its tree
 
 
-def forward(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    cache: TreeCache,
-    tree: DraftTree,
-) -> TargetOutput:
+def forward(call: ObservedCall, cache: TreeCache, tree: DraftTree) -> TargetOutput:
     """The target's output at all nodes of a tree, which it attends to."""
-    target = decoding.target
-    layers = decoding.layers_for(drafter)
-    lengths = sequences.lengths
+    target = call.target
+    layers = call.layers
+    lengths = call.sequences.lengths
     # Beyond some length the model computes even the old tokens differently: read them again.
     if at_border(target, lengths):
-        return reread(target, sequences.text(sequences.active[0]), cache, layers)
+        return reread(target, call.sequences.text(call.sequences.active[0]), cache, layers)
     longest = max(lengths) - 1  # committed tokens: all but the root
     # The second attempt at sampled drafts of which one spoiled the first.
     if tree.fallback == "not_finite" and tree.max_depth > 0:
@@ -405,19 +357,19 @@ def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> boo
     return bool(invalid_BN.any())  # sync: processors that read the text wait for the tokens anyway
 
 
-def shown_to_drafter(decoding: Decoding, drafter: BatchDrafter, finished: Round) -> Round:
+def shown_to_drafter(call: ObservedCall, finished: Round) -> Round:
     """A round without the features that only observers asked for."""
-    if not decoding.adds_layers_to(drafter):
+    if not call.adds_layers:
         return finished
-    features_BNF = decoding.features_for(drafter, finished.output.features_BNF)
-    features_BAF = decoding.features_for(drafter, finished.verdict.features_BAF)
+    features_BNF = call.of_drafter(finished.output.features_BNF)
+    features_BAF = call.of_drafter(finished.verdict.features_BAF)
     output = replace(finished.output, features_BNF=features_BNF)
     verdict = replace(finished.verdict, features_BAF=features_BAF)
     return replace(finished, output=output, verdict=verdict)
 
 
 def score_accepted(
-    decoding: Decoding, tree: DraftTree, scores_BNV: Tensor, sequences: Sequences, sampler: Sampler
+    call: ObservedCall, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
 ) -> None:
     """Score the nodes that the rule accepts, one after another, in place.
 
@@ -433,6 +385,7 @@ def score_accepted(
         scored [0]       the rule accepts node 1: score it, by the text "... the cat"
         scored [0, 1]    the rule accepts nothing after node 1: the row stops growing
     """
+    sequences = call.sequences
     rows = sequences.decoded
     tokens_BN = tree.tokens_BN.tolist()  # sync: these processors run on the host
     scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
@@ -443,7 +396,7 @@ def score_accepted(
     growing = [slot for slot, row in enumerate(rows) if row is not None]
     while growing:
         # 1. Ask the rule about all rows at once, each time with the same random numbers.
-        result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
+        result = call.rule(tree, scores_BNV, sampler.from_start())
         paths = result.path_BA.tolist()
         lengths = result.lengths_B.tolist()
         grown = []
@@ -461,7 +414,7 @@ def score_accepted(
             # 4. Score it by that text.
             node = path[known]
             text_T = sequences.text(row, more)
-            scores_BNV[slot, node] = decoding.process_logits.score_next(
+            scores_BNV[slot, node] = call.process_logits.score_next(
                 row, text_T, scores_BNV[slot, node]
             )
             scored[slot].append(node)
@@ -469,13 +422,7 @@ def score_accepted(
         growing = grown
 
 
-def replace_ended(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    cache: TreeCache,
-    roots_B: Tensor,
-) -> Tensor:
+def replace_ended(call: ObservedCall, cache: TreeCache, roots_B: Tensor) -> Tensor:
     """Give the slots of ended rows to waiting ones, or shrink the batch (continuous batching).
 
     Where rounds are replayed, the batch has only a few sizes, each of which is recorded once. In
@@ -488,15 +435,16 @@ def replace_ended(
 
     Returns the roots of all rows that are active now.
     """
+    sequences = call.sequences
     # 1. Waiting rows get the slots of ended ones. A loop: a row may end with its first token.
     while sequences.leaving and sequences.waiting:
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
         slots = slots[: len(sequences.waiting)]
         sequences.leaving -= {sequences.active[slot] for slot in slots}
         slot_of = {sequences.waiting.popleft(): slot for slot in slots}
-        for rows in similar_lengths(sequences, [*slot_of], decoding.target):
+        for rows in similar_lengths(sequences, [*slot_of], call.target):
             group = [slot_of[row] for row in rows]
-            roots_B = prefill_slots(decoding, drafter, sequences, rows, group, cache, roots_B)
+            roots_B = prefill_slots(call, rows, group, cache, roots_B)
             for row, slot in zip(rows, group, strict=True):
                 sequences.active[slot] = row
     if not sequences.leaving:
@@ -510,23 +458,23 @@ def replace_ended(
         return roots_B
     # 3. Some ended rows stay, to fill the batch up to a size that is recorded: with recorded sizes
     #    1, 2, 4 and 8, three live rows of five are filled up to four.
-    size = min(decoding.target.engine.runner.rounded_rows(len(live_slots)), len(sequences.active))
+    size = min(call.target.engine.runner.rounded_rows(len(live_slots)), len(sequences.active))
     ended_slots = [slot for slot, row in enumerate(sequences.active) if row in ended]
     stay = sorted(live_slots + ended_slots[: size - len(live_slots)])
     if size < len(sequences.active):
         sequences.active = [sequences.active[slot] for slot in stay]
         stay_R = upload(stay, roots_B.device)
         cache.select(stay_R)
-        drafter.select(stay_R)
+        call.drafter.select(stay_R)
         roots_B = roots_B[stay_R]
     # 4. They are idle: they emit and draw nothing, and attend to one token, which costs least.
     sequences.idle = ended & set(sequences.active)
     if sequences.idle:
         live = tuple(row is not None for row in sequences.decoded)
         sequences.live_B = upload(live, roots_B.device, torch.int64)
-        decoding.sampler.draw_for(live)
+        call.sampler.draw_for(live)
         cache.lengths_B = torch.where(sequences.live_B > 0, cache.lengths_B, 1)
     elif sequences.live_B is not None:
         sequences.live_B = None
-        decoding.sampler.draw_for(None)
+        call.sampler.draw_for(None)
     return roots_B

@@ -22,38 +22,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from ..drafters.base import BatchDrafter, PrefillChunk
 from ..drafters.round import Round
 from ..engines.target import Target
 from ..trees.logits import TreeLogitsProcessor
+from ..trees.sampling import Sampler
 from ..trees.stats import Stats
 from ..trees.verify import AcceptanceRule
+from .noise import PositionNoise
 from .sequences import Conversation, Sequences
 
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """Everything that stays the same from a call's first token to its last."""
+    """A call of `generate`: everything that stays the same from its first token to its last."""
 
     target: Target
     drafter: BatchDrafter
     rule: AcceptanceRule
     process_logits: TreeLogitsProcessor
+    sampler: Sampler
+    """Source of randomness for drafts and for the acceptance rule."""
     sequences: Sequences
     """The rows, live: `prompts` and new tokens (`rows`) by their number in the call, and which of
     them are `active`: `active[b]` is the row in place b of a round's batch."""
-    stats: Stats
-    """The call's statistics so far, live: in `round` the newest round is counted."""
-    past: Conversation | None
+    past: Conversation | None = None
     """The conversation that the call continues, before it is updated."""
-    prompt_inputs: dict[str, Any] | None
+    prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
-    feature_layers: tuple[int, ...]
+    observers: Sequence[RoundObserver] = ()
+    """What watches the call."""
+    feature_layers: tuple[int, ...] = ()
     """The layers whose features stand side by side in `features_BTF`, `features_BAF` and
-    `output.features_BNF`: those of the drafter first, then those that observers asked for."""
+    `output.features_BNF`: those of the drafter first, then those that observers asked for. Empty
+    without observers, where they are the drafter's."""
+    noise: PositionNoise | None = None
+    """Random numbers that are fixed for each position of each row, whatever was drafted; None where
+    the rule draws anew in each round."""
+    stats: Stats = field(default_factory=Stats)
+    """The call's statistics so far, live: in `round` the newest round is counted."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that the target computes features of."""
+        return self.feature_layers or self.drafter.feature_layers
+
+    @property
+    def adds_layers(self) -> bool:
+        """Whether observers read layers that the drafter does not."""
+        return len(self.feature_layers) > len(self.drafter.feature_layers)
+
+    def of_drafter(self, features: Tensor) -> Tensor:
+        """The columns of features [..., F] that the drafter asked for: the first ones."""
+        if not self.adds_layers:
+            return features
+        # Every layer has the same width: with layers (1, 12, 20), of which the drafter reads the
+        # first two, its features are the first two thirds.
+        width = features.shape[-1] // len(self.feature_layers)
+        return features[..., : width * len(self.drafter.feature_layers)].contiguous()
 
 
 class RoundObserver(Protocol):

@@ -21,12 +21,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...heads.layers.constants import counting, upload
 from ..cache.kv_cache import TreeCache
-from ..drafters.base import BatchDrafter, DraftContext, NoDraft, PrefillChunk
+from ..drafters.base import DraftContext, NoDraft, PrefillChunk
 from ..drafters.round import Round, read_by_host
 from ..engines.base import TargetOutput
 from ..engines.target import Target
-from .decoding import Decoding
-from .sequences import Conversation, Sequences, shared_length
+from ..trees.verify import greedy
+from .observers import ObservedCall
+from .sequences import Sequences, shared_length
+from .verification import verify
 
 SHARED_TOKENS = 32
 """Shortest common prefix of a batch, in tokens, that is read once for all rows: that takes an extra
@@ -36,17 +38,16 @@ PREFILL_TOKENS = 2048
 with long prompts."""
 
 
-def prefill_all(
-    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None
-) -> tuple[TreeCache, Tensor]:
+def prefill_all(call: ObservedCall) -> tuple[TreeCache, Tensor]:
     """Read the prompts of all active rows; return the KV cache and the roots [B].
 
     Prompts of similar lengths are read together.
     """
+    sequences = call.sequences
     batch = len(sequences.active)
-    first, *others = similar_lengths(sequences, sequences.active, decoding.target)
+    first, *others = similar_lengths(sequences, sequences.active, call.target)
     sequences.active = first
-    cache, roots_B = prefill(decoding, drafter, sequences, first, past, batch)
+    cache, roots_B = prefill(call, first, batch)
     if not others:
         return cache, roots_B
     # The rows of the other groups begin as copies of row 0, which later prompts overwrite. With 4
@@ -55,12 +56,12 @@ def prefill_all(
         [*range(len(first)), *[0] * (batch - len(first))], device=roots_B.device
     )
     cache.select(copied_B)
-    drafter.select(copied_B)
+    call.drafter.select(copied_B)
     roots_B = roots_B[copied_B]
     for rows in others:
         # Each group takes the next free slots.
         slots = range(len(sequences.active), len(sequences.active) + len(rows))
-        roots_B = prefill_slots(decoding, drafter, sequences, rows, slots, cache, roots_B)
+        roots_B = prefill_slots(call, rows, slots, cache, roots_B)
         sequences.active = [*sequences.active, *rows]
     return cache, roots_B
 
@@ -115,31 +116,20 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
 
 
 def prefill_slots(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    rows: list[int],
-    slots: Sequence[int],
-    cache: TreeCache,
-    roots_B: Tensor,
+    call: ObservedCall, rows: list[int], slots: Sequence[int], cache: TreeCache, roots_B: Tensor
 ) -> Tensor:
     """Read the prompts of rows that take these slots of the batch; return the roots [B]."""
     # A second cache and drafter read the prompts, then their rows take the slots.
-    fresh = drafter.fresh()
+    fresh = call.drafter.fresh()
     into_R = upload(slots, roots_B.device)
-    fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
+    fresh_cache, fresh_roots = prefill(replace(call, drafter=fresh, past=None), rows)
     cache.replace(into_R, fresh_cache)
-    drafter.replace(into_R, fresh)
+    call.drafter.replace(into_R, fresh)
     return roots_B.index_copy(0, into_R, fresh_roots)
 
 
 def prefill(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    sequences: Sequences,
-    rows: list[int],
-    past: Conversation | None = None,
-    batch_size: int | None = None,
+    call: ObservedCall, rows: list[int], batch_size: int | None = None
 ) -> tuple[TreeCache, Tensor]:
     """Read the prompts of `rows` in chunks; return the KV cache and each prompt's next token [B].
 
@@ -147,13 +137,16 @@ def prefill(
     take its entries, it has room for the prompts.
     """
     # 1. The drafter's settings.
-    target = decoding.target
+    target = call.target
+    drafter = call.drafter
+    sequences = call.sequences
+    past = call.past
     prompts = [sequences.prompts[row] for row in rows]
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
-    draft_probs = decoding.process_logits.draft_probs if decoding.verification.samples else None
-    noise = decoding.noise
-    temperature = decoding.process_logits.temperature
+    draft_probs = None if call.rule is greedy else call.process_logits.draft_probs
+    noise = call.noise
+    temperature = call.process_logits.temperature
     gumbel: Callable[[int], Tensor] | None = None
     if noise is not None:
         # The target takes the token v with the least E_v / p_v, which has the largest logit_v -
@@ -165,7 +158,7 @@ def prefill(
     context = DraftContext(
         len(prompts),
         capacity,
-        decoding.sampler,
+        call.sampler,
         draft_probs,
         gumbel,
         rows,
@@ -194,7 +187,7 @@ def prefill(
         if number:
             # The prefix was read as one row: each row of the second stage begins as its copy.
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        last |= _read_stage(decoding, drafter, stage, rows, tokens_BT, lengths, cache)
+        last |= _read_stage(call, stage, rows, tokens_BT, lengths, cache)
     # Equal prompts were read once: give each row of the batch its copy.
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
@@ -211,12 +204,12 @@ def prefill(
     logits_BV = torch.stack([last[index][0] for index in stage.of_row])
     features_BF = torch.stack([last[index][1] for index in stage.of_row])
     output = TargetOutput(logits_BV[:, None], features_BF[:, None])
-    scores_B1V = decoding.process_logits(output.logits_BNV, tree, sequences.text, rows)
-    sampler = decoding.sampler
+    scores_B1V = call.process_logits(output.logits_BNV, tree, sequences.text, rows)
+    sampler = call.sampler
     if noise is not None:
         noise.move_to(rows)
         sampler = noise.sampler(tree)
-    verdict = decoding.verification.verify(tree, output.features_BNF, scores_B1V, sampler)
+    verdict = verify(call.rule, tree, output.features_BNF, scores_B1V, sampler)
     first = read_by_host(Round(tree, tree, None, output, verdict, scores_B1V))
     sequences.add(rows, first)
 
@@ -226,22 +219,18 @@ def prefill(
     last_chunk = PrefillChunk(
         last_tokens_B1, roots_B[:, None], output.features_BNF, first.verdict.lengths_B
     )
-    show_prompts(decoding, drafter, rows, [length - 1 for length in lengths], last_chunk)
+    show_prompts(call, rows, [length - 1 for length in lengths], last_chunk)
     return cache, roots_B
 
 
 def show_prompts(
-    decoding: Decoding,
-    drafter: BatchDrafter,
-    rows: Sequence[int],
-    starts: Sequence[int],
-    chunk: PrefillChunk,
+    call: ObservedCall, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk
 ) -> None:
     """Show a chunk of the prompts to the drafter and the observers (`RoundObserver.prefill`)."""
-    for observer in decoding.observers:
+    for observer in call.observers:
         observer.prefill(rows, starts, chunk)
-    features_BTF = decoding.features_for(drafter, chunk.features_BTF)
-    drafter.prefill(replace(chunk, features_BTF=features_BTF))
+    features_BTF = call.of_drafter(chunk.features_BTF)
+    call.drafter.prefill(replace(chunk, features_BTF=features_BTF))
 
 
 def padded_prompts(prompts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -299,8 +288,7 @@ def _stages(tokens_BT: Tensor, lengths: list[int], known: int, shares: bool) -> 
 
 
 def _read_stage(
-    decoding: Decoding,
-    drafter: BatchDrafter,
+    call: ObservedCall,
     stage: Stage,
     rows: list[int],
     tokens_BT: Tensor,
@@ -311,9 +299,9 @@ def _read_stage(
 
     The keys are indices in `stage.rows`.
     """
-    target = decoding.target
-    inputs = decoding.prompt_inputs
-    layers = decoding.layers_for(drafter)
+    target = call.target
+    inputs = call.prompt_inputs
+    layers = call.layers
     lengths_B = torch.tensor(lengths, device=target.device)
     one_to_one = stage.rows == stage.of_row  # the target reads every row of the batch
     of_row_B = torch.tensor(stage.of_row, device=target.device)
@@ -376,5 +364,5 @@ def _read_stage(
             chunk = PrefillChunk(
                 tokens_BT[:, start : start + known], next_BT, features_BTF, known_B
             )
-            show_prompts(decoding, drafter, rows, [start] * len(rows), chunk)
+            show_prompts(call, rows, [start] * len(rows), chunk)
     return last

@@ -85,9 +85,9 @@ class Plain:
         monkeypatch.setattr(loop, "launch_ahead", counted)
 
 
-def nothing_ahead(decoding, drafter, sequences, cache, finished):
+def nothing_ahead(call, cache, finished):
     """`launch_ahead` as if the host had to read every round first."""
-    drafter.observe_ahead(loop.shown_to_drafter(decoding, drafter, finished))
+    call.drafter.observe_ahead(loop.shown_to_drafter(call, finished))
 
 
 def adaptive_by_turns(lm: SpeculativeLM) -> AdaptiveDrafter:

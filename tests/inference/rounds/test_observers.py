@@ -216,5 +216,5 @@ def test_a_layer_that_the_target_lacks_is_refused(target):
 
 
 def test_without_observers_nothing_is_done_for_them(target, monkeypatch):
-    monkeypatch.setattr(loop, "ObservedCall", None)
+    monkeypatch.setattr(loop, "observing", None)
     decoder(target).generate(**prompts(3), **SETTINGS)

@@ -19,10 +19,12 @@ from transformers import (
 )
 
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate
-from headstart.inference.rounds.decoding import Decoding
+from headstart.inference.drafters.base import NoDraft
+from headstart.inference.rounds import loop
 from headstart.inference.rounds.loop import score_accepted
+from headstart.inference.rounds.observers import ObservedCall
 from headstart.inference.rounds.sequences import Sequences
-from headstart.inference.rounds.verification import Verification
+from headstart.inference.rounds.verification import precomputed
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.sampling import PrecomputedSampler, RandomSampler
 from headstart.inference.trees.tree import DraftTree
@@ -198,13 +200,8 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
             uniform_BU=torch.rand(2, 99, generator=draws, dtype=torch.float64)
         )
         scores_BNV = process(logits_BNV, tree, sequences.text, [0, 1])
-        score_accepted(
-            Decoding(target, Verification(rule), process, sampler),
-            tree,
-            scores_BNV,
-            sequences,
-            sampler,
-        )
+        call = ObservedCall(target, NoDraft(), rule, process, sampler, sequences)
+        score_accepted(call, tree, scores_BNV, sampler)
         ours = rule(tree, scores_BNV, sampler.from_start())
         whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler.from_start())
         assert torch.equal(ours.lengths_B, whole.lengths_B) and torch.equal(
@@ -316,15 +313,15 @@ def test_memory_that_runs_out_after_a_call_is_told(tiny_target, monkeypatch):
     """The round cannot begin again: the processor has read the newest token."""
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:3", adaptive=False)
-    verify, calls = Verification.verify_and_commit, []
+    verify, calls = loop.verify_and_commit, []
 
-    def full(self, *arguments):
+    def full(*arguments):
         calls.append(1)
         if len(calls) == 3:
             raise torch.OutOfMemoryError
-        return verify(self, *arguments)
+        return verify(*arguments)
 
-    monkeypatch.setattr(Verification, "verify_and_commit", full)
+    monkeypatch.setattr(loop, "verify_and_commit", full)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate(ROWS[0][None], logits_processor=[Cycle()], **PLAIN)
     calls.clear()
@@ -350,7 +347,7 @@ def test_numbers_of_a_round_are_drawn_once(tiny_target):
     """So that a rule that is asked again decides as before."""
     tree = chain_tree(1, 3, torch.Generator().manual_seed(0))
     draws = RandomSampler(torch.Generator().manual_seed(1))
-    fixed = Verification(RULES["token"].verify).drawn(tree, torch.zeros(1, 4, VOCAB), draws)
+    fixed = precomputed(RULES["token"].verify, tree, torch.zeros(1, 4, VOCAB), draws)
     first, again = fixed.from_start(), fixed.from_start()
     assert torch.equal(
         first.uniform((1, 2), torch.device("cpu")), again.uniform((1, 2), torch.device("cpu"))

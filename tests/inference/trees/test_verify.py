@@ -11,7 +11,7 @@ from helpers import random_shape
 
 from headstart.inference import DraftTree
 from headstart.inference.engines.base import TargetOutput
-from headstart.inference.rounds.verification import Verification
+from headstart.inference.rounds.verification import verify
 from headstart.inference.trees.verify import (
     VerifyResult,
     follow,
@@ -80,8 +80,6 @@ def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token()
     )
     result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    verdict = Verification(lambda *_: result).verify(
-        tree, output.features_BNF, output.logits_BNV, None
-    )
+    verdict = verify(lambda *_: result, tree, output.features_BNF, output.logits_BNV, None)
     assert verdict.emitted_BA.tolist() == [[6, 4, 9]]
     assert verdict.features_BAF.flatten().tolist() == [0, 2, 3]
