@@ -197,10 +197,6 @@ class ReplayEngine(Engine):
     def lm_head(self) -> nn.Module:
         return self.target.original.engine.lm_head
 
-    @property
-    def features_are_free(self) -> bool:
-        return False
-
     def logits(self, states: Tensor) -> Tensor:
         return self.target.original.engine.logits(states)
 

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...heads.base import DraftHead
 from ..cache.kv_cache import Growth, StateShape, TreeCache, slots_for
+from ..targets.prompt_inputs import position_offsets
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 
@@ -96,6 +98,8 @@ class Engine(ABC):
     """Whether it checks chains of tokens and no trees that branch."""
     one_row = False
     """Whether it decodes one row at a time."""
+    features_are_free = False
+    """Whether a forward returns features without the hidden states of the user's model."""
     growth: Growth = "buckets"
     """How the capacity of its caches grows."""
 
@@ -103,7 +107,12 @@ class Engine(ABC):
         self.target = target
         self.runner = Runner()
         self.mode = False
-        """The argument by which `chosen_engine` chose it."""
+        """The argument by which `chosen_engine` chose it, set by the target."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that runs; the target may hold the user's weakly."""
+        return self.target.model
 
     @property
     @abstractmethod
@@ -114,11 +123,6 @@ class Engine(ABC):
     @abstractmethod
     def lm_head(self) -> nn.Module:
         """The target's LM head, as it runs here."""
-
-    @property
-    @abstractmethod
-    def features_are_free(self) -> bool:
-        """Whether a forward returns features without the hidden states of the user's model."""
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty KV cache; the arguments are those of `TreeCache`."""
@@ -161,15 +165,32 @@ class Engine(ABC):
         kept: list[int],
         inputs: dict[str, Any],
     ) -> TargetOutput:
-        """Read one whole prompt as `read_chunk` does, with the model's inputs other than tokens.
+        """Read one whole prompt by the model's own forward, which makes its masks and positions.
 
-        See `targets.prompt_inputs`.
-
-        `inputs` are those that `model.generate` prepared.
+        Returns what `read_chunk` does. `inputs` are those that `model.generate` prepared; see
+        `targets.prompt_inputs`.
         """
-        raise AssertionError(f"the engine {self.name!r} reads no images")
+        # 1. Show the model an empty cache, with room for the prompt.
+        target = self.target
+        size = tokens_1T.shape[1]
+        cache.reserve(size, 0)
+        cache.follow(0, size)
 
-    @abstractmethod
+        # 2. Let the model prepare its inputs as for the first step of `generate`.
+        kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
+        arguments = {**inputs, "use_cache": True, target.cache_interface.name: cache}
+        prepared = self.model.prepare_inputs_for_generation(
+            tokens_1T, is_first_iteration=True, **arguments, logits_to_keep=kept_K
+        )
+        indices = target.hidden_state_indices(layers)
+        output = self.model(**prepared, output_hidden_states=sorted(set(indices)) or False)
+        logits = kept_logits(output.logits, kept_K)
+
+        # 3. An image may take fewer positions than tokens: note by how much later positions shift.
+        cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
+        cache.advance_prompt(size)
+        return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
+
     def forward_tree(
         self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
     ) -> TargetOutput:
@@ -178,6 +199,7 @@ class Engine(ABC):
         The nodes' entries are written to the cache; `cache.accept` commits them. The longest row
         has `longest` committed tokens.
         """
+        return self.forward_nodes(NewNodes.of_tree(tree), longest, cache, layers)
 
     @abstractmethod
     def forward_nodes(
@@ -215,3 +237,28 @@ class Engine(ABC):
         This happens if the weights have changed, or with `force`.
         """
         assert not self.copies_weights
+
+
+def features_of(
+    target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor
+) -> Tensor:
+    """Return features [B, N, F] of these layers, from a forward's hidden states.
+
+    The forward was over `tokens_BN`.
+    """
+    states = []
+    for layer, index in zip(layers, target.hidden_state_indices(layers), strict=True):
+        state = output.hidden_states[index]
+        states.append((target.last_features(state) if layer == -1 else state).to(target.device))
+    if states:
+        return torch.cat(states, dim=-1)
+    return torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+
+
+def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
+    """Return the logits that `logits_to_keep` asks for, even if the forward lacks that argument."""
+    nodes = logits_BNV.shape[1]
+    if isinstance(kept, int):  # the last `kept` nodes; 0 for all
+        return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
+    # Indices. As many logits as indices: the forward has chosen them already.
+    return logits_BNV if nodes == len(kept) else logits_BNV[:, kept]

@@ -16,11 +16,13 @@ engines of their own in place of `ModelEngine`: see `engines.target`.
 
 from __future__ import annotations
 
+from ..targets.changes import has_hooks
 from ..targets.target_model import TargetModel
-from . import cuda_graph
+from . import cpu_kernels
 from .base import Engine
-from .cpu import cpu_engine
-from .cuda_graph import GraphRunner
+from .cpu import CpuEngine
+from .cpu_decoder import packed_decoder
+from .cuda_graph import GRAPHS, GraphRunner
 from .model_engine import ModelEngine
 
 
@@ -34,15 +36,16 @@ def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> E
             the model operation by operation in either mode.
         kind: the engine for models of its kind.
     """
-    engine = _chosen(target, mode, kind)
-    engine.mode = mode
-    return engine
-
-
-def _chosen(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> Engine:
+    # 1. Operation by operation, or recorded.
     if not mode:
         return kind(target)
-    if target.device.type == "cpu":
-        return cpu_engine(target, kind)
-    runner = GraphRunner(target.device) if cuda_graph.records(target.device) else None
-    return kind(target, runner)
+    if target.device.type != "cpu":
+        recorded = target.device.type in GRAPHS
+        return kind(target, GraphRunner(target.device) if recorded else None)
+    # 2. Our kernels, which need a compiler and would not call the user's hooks.
+    if cpu_kernels.library() is None or has_hooks(target.model):
+        return kind(target)
+    # 3. All layers in the kernels, or linear layers alone: subclasses of `ModelEngine` read texts
+    #    in another way than the kernels' decoder.
+    decoder = packed_decoder(target.model, target.layer_kinds) if kind is ModelEngine else None
+    return kind(target, packed=True) if decoder is None else CpuEngine(target, decoder)

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_cache import TreeCache
-from ..targets.target_model import TargetModel
-from .base import Runner
 from .model_engine import Masks, ModelEngine
 
 
@@ -27,12 +25,7 @@ class CountingEngine(ModelEngine):
     chains_only = True
     one_row = True
     own_attention = False
-
-    def __init__(
-        self, target: TargetModel, runner: Runner | None = None, packed: bool = False
-    ) -> None:
-        # No runner: a recording would hold the position of its first token, which the host decides.
-        super().__init__(target, packed=packed)
+    recordable = False  # a recording would hold the position of its first token, which changes
 
     @cached_property
     def _slices_logits(self) -> bool:

@@ -1,47 +1,25 @@
-"""Forwards in our CPU kernels: the whole decoder if they support its layers, else linear layers.
+"""Forwards of a decoder that runs as a whole in our CPU kernels.
 
 Letters in tensor names: B batch, T time, N nodes, K chosen nodes.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ...heads.base import DraftHead
 from ..cache.kv_cache import StateShape, TreeCache
-from ..targets.changes import has_hooks
 from ..targets.prompt_inputs import in_one_dimension
 from ..targets.target_model import TargetModel
-from ..trees.tree import DraftTree, NewNodes
+from ..trees.tree import NewNodes
 from . import cpu_kernels
 from .base import Engine, TargetOutput
-from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
-from .model_engine import PADDING_ON_CPU, ModelEngine, read_by_model, visible_slots
+from .cpu_decoder import PackedDecoder, packed_head, renew_packed
+from .model_engine import PADDING_ON_CPU, visible_slots
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
-
-
-def cpu_engine(target: TargetModel, kind: type[ModelEngine]) -> Engine:
-    """Choose the engine for a CPU: our kernels, as far as they know the model and can be built.
-
-        all layers in the kernels        CpuEngine
-        linear layers in the kernels     `kind`, with a packed copy of the model
-        no compiler, or hooks            `kind`
-
-    Args:
-        target: the target.
-        kind: the engine for models of its kind. The kernels' decoder may only replace
-            `ModelEngine`, since its subclasses read texts in another way.
-    """
-    # Kernels would not call the user's hooks.
-    if cpu_kernels.library() is None or has_hooks(target.model):
-        return kind(target)
-    decoder = packed_decoder(target.model, target.layer_kinds) if kind is ModelEngine else None
-    return kind(target, packed=True) if decoder is None else CpuEngine(target, decoder)
 
 
 class CpuEngine(Engine):
@@ -51,6 +29,7 @@ class CpuEngine(Engine):
     """
 
     copies_weights = True
+    features_are_free = True
     least_padding = PADDING_ON_CPU
 
     def __init__(self, target: TargetModel, decoder: PackedDecoder) -> None:
@@ -65,10 +44,6 @@ class CpuEngine(Engine):
     @property
     def lm_head(self) -> nn.Module:
         return self.decoder.lm_head
-
-    @property
-    def features_are_free(self) -> bool:
-        return True
 
     def draft_head(self, head: DraftHead) -> DraftHead:
         return packed_head(head)
@@ -112,21 +87,6 @@ class CpuEngine(Engine):
             logits.append(output.logits_BNV)
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
-
-    def read_prompt(
-        self,
-        tokens_1T: Tensor,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        kept: list[int],
-        inputs: dict[str, Any],
-    ) -> TargetOutput:
-        return read_by_model(self.target, self.target.model, tokens_1T, cache, layers, kept, inputs)
-
-    def forward_tree(
-        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
-    ) -> TargetOutput:
-        return self.forward_nodes(NewNodes.of_tree(tree), longest, cache, layers)
 
     def forward_nodes(
         self,

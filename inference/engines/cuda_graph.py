@@ -122,11 +122,6 @@ GRAPHS: dict[str, type[Graph]] = {"cuda": CudaGraph}
 """What records, by type of device."""
 
 
-def records(device: torch.device) -> bool:
-    """Whether functions can be recorded on a device."""
-    return device.type in GRAPHS
-
-
 @dataclass
 class Recording:
     """A recorded call."""

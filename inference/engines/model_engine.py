@@ -26,13 +26,13 @@ from ...heads.layers.tree_attention import attend_to_slots
 from ...heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from ..cache.kv_cache import Growth, StateShape, TreeCache
 from ..targets.changes import WeightWatch, has_hooks
-from ..targets.prompt_inputs import offset, position_offsets
+from ..targets.prompt_inputs import offset
 from ..targets.segments import has_changing_angles
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .attention import PlanlessRunner, TreeAttention, attending_copy, causal_attention
-from .base import LEAST_PADDING, Engine, Runner, TargetOutput
+from .base import LEAST_PADDING, Engine, Runner, TargetOutput, features_of, kept_logits
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
 from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
@@ -59,6 +59,8 @@ class ModelEngine(Engine):
     """
 
     name = "eager"
+    recordable = True
+    """Whether its forwards over trees can be recorded at all."""
 
     def __init__(
         self, target: TargetModel, runner: Runner | None = None, packed: bool = False
@@ -71,7 +73,6 @@ class ModelEngine(Engine):
             packed: whether linear layers run in the CPU kernels.
         """
         super().__init__(target)
-        self.runner = runner or PlanlessRunner(target.device)
         self.on_cpu = target.device.type == "cpu"
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
@@ -92,8 +93,8 @@ class ModelEngine(Engine):
         # positions, or with rotary angles that change, decide on the host what to compute: a
         # replay would repeat the decision.
         in_segments = target.segments is not None or has_changing_angles(target.config)
-        if self.flex or self.spread or in_segments:
-            self.runner = PlanlessRunner(target.device)
+        launched_anew = self.flex or self.spread or in_segments or not self.recordable
+        self.runner = PlanlessRunner(target.device) if launched_anew or runner is None else runner
         self.attention = TreeAttention()
         self.copies_weights = packed
         self._copy: Any = None
@@ -114,7 +115,6 @@ class ModelEngine(Engine):
 
     @property
     def model(self) -> Any:
-        """The transformers model that runs; the target may hold the user's weakly."""
         return self.target.model if self._copy is None else self._copy
 
     @property
@@ -127,10 +127,6 @@ class ModelEngine(Engine):
             packed_head: nn.Module = self.model.get_output_embeddings()
             return packed_head
         return self.target.modules.lm_head
-
-    @property
-    def features_are_free(self) -> bool:
-        return False
 
     @property
     def growth(self) -> Growth:  # type: ignore[override]
@@ -323,16 +319,6 @@ class ModelEngine(Engine):
             logits_BKV = logits_BKV[:, [index - kept[0] for index in kept]]
         return logits_BKV, features_BTF
 
-    def read_prompt(
-        self,
-        tokens_1T: Tensor,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        kept: list[int],
-        inputs: dict[str, Any],
-    ) -> TargetOutput:
-        return read_by_model(self.target, self.model, tokens_1T, cache, layers, kept, inputs)
-
     def forward_tree(
         self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
     ) -> TargetOutput:
@@ -521,36 +507,6 @@ class ModelEngine(Engine):
         return as_the_model_takes(masks)
 
 
-def read_by_model(
-    target: TargetModel,
-    model: Any,
-    tokens_1T: Tensor,
-    cache: TreeCache,
-    layers: tuple[int, ...],
-    kept: list[int],
-    inputs: dict[str, Any],
-) -> TargetOutput:
-    """`Engine.read_prompt` by the model's own forward, which makes its masks and positions."""
-    # 1. Show the model an empty cache, with room for the prompt.
-    size = tokens_1T.shape[1]
-    cache.reserve(size, 0)
-    cache.follow(0, size)
-
-    # 2. Let the model prepare its inputs as for the first step of `generate`.
-    arguments = {**inputs, "use_cache": True, target.cache_interface.name: cache}
-    kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
-    arguments["logits_to_keep"] = kept_K
-    prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **arguments)
-    indices = target.hidden_state_indices(layers)
-    output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
-    logits = kept_logits(output.logits, kept_K)
-
-    # 3. An image may take fewer positions than tokens: note by how much later positions shift.
-    cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
-    cache.advance_prompt(size)
-    return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
-
-
 def by_slots(slots: TreeSlots) -> Attend:
     """Attention over these slots."""
 
@@ -574,31 +530,6 @@ def up_to(slots: int) -> Attend:
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     """Masks by kind of attention, or the mask itself where all layers are of one kind."""
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def features_of(
-    target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor
-) -> Tensor:
-    """Return features [B, N, F] of these layers, from a forward's hidden states.
-
-    The forward was over `tokens_BN`.
-    """
-    states = []
-    for layer, index in zip(layers, target.hidden_state_indices(layers), strict=True):
-        state = output.hidden_states[index]
-        states.append((target.last_features(state) if layer == -1 else state).to(target.device))
-    if states:
-        return torch.cat(states, dim=-1)
-    return torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
-
-
-def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
-    """Return the logits that `logits_to_keep` asks for, even if the forward lacks that argument."""
-    nodes = logits_BNV.shape[1]
-    if isinstance(kept, int):  # the last `kept` nodes; 0 for all
-        return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
-    # Indices. As many logits as indices: the forward has chosen them already.
-    return logits_BNV if nodes == len(kept) else logits_BNV[:, kept]
 
 
 def visible_slots(

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...heads.layers.constants import counting
 from ..cache.kv_cache import TreeCache
 from ..cache.state_cache import Lanes, Path, StateCache
-from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes, path_from_root
-from .base import Runner, TargetOutput
+from .base import TargetOutput
 from .model_engine import Masks, ModelEngine, in_window
 
 MOST_PENDING = 8
@@ -35,13 +34,8 @@ class StatefulEngine(ModelEngine):
     """Runs the transformers model over the paths of each row's tree, side by side as lanes."""
 
     pads_prompts = False  # a state would read the padding
-
-    def __init__(
-        self, target: TargetModel, runner: Runner | None = None, packed: bool = False
-    ) -> None:
-        """`runner` is not used: the number of lanes and their width change from round to round."""
-        super().__init__(target, packed=packed)
-        self.most_pending = MOST_PENDING
+    recordable = False  # the number of lanes and their width change from round to round
+    most_pending = MOST_PENDING
 
     @cached_property
     def _chunks(self) -> dict[Any, int]:

@@ -228,14 +228,10 @@ class Target(TargetModel):
         # Other layers or another config: what was read off the model is read again.
         if self._version_before[:2] != version[:2]:
             self.read_off(model)
-        if self.compile_mode != mode or self._version_before != version:
+        if self.engine.mode != mode or self._version_before != version:
             self.engine = chosen_engine(self, mode, self.engine_kind)
+            self.engine.mode = mode
         self._version_before = version
-
-    @property
-    def compile_mode(self) -> bool:
-        """The last argument of `compile`."""
-        return self.engine.mode
 
     @property
     def compiled(self) -> bool:
@@ -248,7 +244,7 @@ class Target(TargetModel):
         Raises:
             ValueError: it has been converted; see `compile`.
         """
-        self.compile(self.compile_mode)
+        self.compile(self.engine.mode)
 
     @property
     def draft_modules(self) -> TargetModules:
@@ -341,7 +337,7 @@ class Target(TargetModel):
         if self._tried:
             return
         with self.lock, as_loaded(self.model):
-            check_architecture(self, self._retargeted)
+            check_architecture(self, self._plain_engine)
             if self.modules.logit_scale != 1 or self.modules.logit_cap is not None:
                 # A config has a scale or a cap that the model may not apply.
                 self.computes_logits  # noqa: B018
@@ -381,16 +377,13 @@ class Target(TargetModel):
                 " family, or another version of transformers"
             )
 
-    def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
-        """Return the target of a model that shares this one's weights, and its engine.
-
-        The engine runs the model unchanged.
-        """
+    def _plain_engine(self, model: PreTrainedModel) -> Engine:
+        """The engine that runs a model, which shares this one's weights, unchanged."""
         other = type(self)(model, self.name, self.commit)
         # A target and its engine refer to each other, so the garbage collector would free the model
         # long after its owner had dropped it.
         other.hold_weakly()
-        return other, other.engine
+        return other.engine
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None

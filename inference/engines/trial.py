@@ -91,8 +91,8 @@ WITHOUT_EFFECT = (
 """Keys of a config that change nothing that is computed."""
 
 
-Retarget = Callable[[PreTrainedModel], tuple[TargetModel, Engine]]
-"""Makes the target of a model, and the engine that runs it as it is."""
+PlainEngine = Callable[[PreTrainedModel], Engine]
+"""Makes the engine that runs a model as it is, and its target."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,10 @@ class Trial:
         return DraftTree.of_shape(self.shape, torch.tensor([tokens], device=self.text_1T.device))
 
 
-def check_architecture(target: TargetModel, retarget: Retarget) -> None:
-    """Refuse a model whose logits at the nodes of a tree differ from those for single tokens.
+def check_architecture(target: TargetModel, plain_engine: PlainEngine) -> None:
+    """Refuse a model, in eval mode, whose logits at a tree's nodes differ from those one by one.
 
-    Args:
-        target: the model, in eval mode.
-        retarget: makes the target of a model that shares its weights, and the engine that runs it
-            as it is.
+    `plain_engine` makes the engines of models that share its weights.
 
     Raises:
         ValueError: what was compared, how far off it is, and what to do.
@@ -130,13 +127,13 @@ def check_architecture(target: TargetModel, retarget: Retarget) -> None:
     # Without weights there is nothing to compare; without positions no room for a text and a tree.
     if model.device.type == "meta" or target.max_positions < 2 * CHAIN.size + 2:
         return
-    measure = partial(run_trial, target, retarget)
+    measure = partial(run_trial, target, plain_engine)
     measured_once(
         target.device, f"trial of {architecture(model)}", measure, read_difference, timing=False
     )
 
 
-def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
+def run_trial(target: TargetModel, plain_engine: PlainEngine) -> float | None:
     """Return the difference with which a model passes the trial; see `tree_difference`.
 
     The text has the length that the model's windows need.
@@ -145,6 +142,7 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
         ValueError: the difference is larger than rounding makes it.
     """
     model = target.model
+    allowed = tolerance(model)
     # 1. A recurrence must read several tokens as it reads single ones.
     if target.stateful is not None:
         check_states(model)
@@ -160,15 +158,15 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
         # offloads.
         window = max((window for window in windows if window <= LONGEST_LOCAL), default=0)
         length = window + TEXT
-        difference = tree_difference(*retarget(model), length)
-        if difference is not None and difference > tolerance(model):
+        difference = tree_difference(plain_engine(model), length)
+        if difference is not None and difference > allowed:
             raise ValueError(refusal(target, difference, length))
         return difference
 
     # 3. A copy with short windows.
     shortened = with_short_windows(model)  # held here: its target holds it weakly
-    difference = tree_difference(*retarget(shortened), TEXT)
-    if difference is None or difference <= tolerance(model):
+    difference = tree_difference(plain_engine(shortened), TEXT)
+    if difference is None or difference <= allowed:
         return difference
 
     # 4. The copy fails as well if the model does not read its windows from the config in every
@@ -176,25 +174,13 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
     length = 2 * max(windows) + TEXT
     if length > LONGEST_TEXT:
         raise ValueError(refusal(target, difference, TEXT))
-    return tried_as_it_is(target, retarget, length)
-
-
-def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> float | None:
-    """Return the difference after a text that is longer than all windows.
-
-    It is at most `MORE` times the difference after a short text. The bound is that tight because
-    little of what a token attends to lies outside a long window: a mask that lacks the window makes
-    a small difference.
-
-    Raises:
-        ValueError: the difference is larger.
-    """
-    short = tree_difference(*retarget(target.model), TEXT)
-    difference = tree_difference(*retarget(target.model), length)
+    short = tree_difference(plain_engine(model), TEXT)
+    difference = tree_difference(plain_engine(model), length)
     if short is None or difference is None:
         return None
-    allowed = min(tolerance(target.model), max(MORE * short, ROUNDING[torch.float32]))
-    if difference > allowed:
+    # Little of what a token attends to lies outside a long window, so that a mask that lacks the
+    # window makes a small difference: at most `MORE` times that after a short text may be rounding.
+    if difference > min(allowed, max(MORE * short, ROUNDING[torch.float32])):
         raise ValueError(refusal(target, difference, length))
     return difference
 
@@ -245,7 +231,7 @@ def refusal(target: TargetModel, difference: float, length: int) -> str:
 
 
 @torch.inference_mode()
-def tree_difference(target: TargetModel, engine: Engine, length: int) -> float | None:
+def tree_difference(engine: Engine, length: int) -> float | None:
     """Return how far a tree's logits after a text are from `generate`'s, relative to their spread.
 
     This is the largest difference over the nodes, or the median where rounding may choose other
@@ -254,6 +240,7 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
     Raises:
         ValueError: what failed, in `generate` or in our forward.
     """
+    target = engine.target
     model = target.model
     # 0. The text is longer where local windows must be exceeded that `SHORTENED` lacks, found by
     # words in the config's keys, and shorter where the positions end.
@@ -276,7 +263,7 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
 
     # 2. Ours. A ValueError is a refusal that says already what is wrong.
     try:
-        tree_NV = tree_logits(target, engine, trial)
+        tree_NV = tree_logits(engine, trial)
     except torch.OutOfMemoryError:
         raise
     except ValueError:
@@ -429,7 +416,7 @@ def generated_logits(model: Any, trial: Trial) -> Tensor:
     return torch.stack(rows)
 
 
-def tree_logits(target: TargetModel, engine: Engine, trial: Trial) -> Tensor:
+def tree_logits(engine: Engine, trial: Trial) -> Tensor:
     """Return our logits [1 + N, V] after the text and at every node of the tree.
 
     The text is read in two parts.
