@@ -48,13 +48,12 @@ Path = list[int]
 """Nodes of a tree from its root on."""
 
 
-@dataclass(frozen=True)
-class RowState:
-    """Shape of one state of one row."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+WINDOW = "window"
+RECURRENCE = "recurrence"
+Which = tuple[str, int]
+"""A state of a layer: the `WINDOW` of a convolution or a `RECURRENCE`, and its number."""
+Snapshot = dict[Which, Tensor]
+"""A layer's states, whose first dimension is rows."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,8 @@ class CachedLayer:
     """Contents of the cache for one layer."""
 
     has_keys: bool
-    convolutions: dict[int, RowState]
-    """The windows of its convolutions, by number."""
-    recurrences: dict[int, RowState]
-    """The states of its recurrences, by number."""
-
-    @property
-    def has_state(self) -> bool:
-        return bool(self.convolutions or self.recurrences)
+    states: Snapshot
+    """Its states, of no rows."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +76,14 @@ class StatefulInterface:
     @property
     def recurrent(self) -> bool:
         """Whether a layer keeps more than the window of a convolution."""
-        return any(layer.recurrences for layer in self.layers)
+        return any(kind == RECURRENCE for layer in self.layers for kind, _ in layer.states)
 
     def row_bytes(self) -> int:
         """Bytes of the states of a row."""
         total = 0
         for layer in self.layers:
-            for state in (*layer.convolutions.values(), *layer.recurrences.values()):
-                total += math.prod(state.shape) * state.dtype.itemsize
+            for state in layer.states.values():
+                total += math.prod(state.shape[1:]) * state.dtype.itemsize
         return total
 
 
@@ -156,14 +149,16 @@ class StateCache(TreeCache):
         self.layers = []
         for layer in interface.layers:
             cached_layer: Any = _NoLayer()
-            if layer.has_state and layer.has_keys:
+            if layer.states and layer.has_keys:
                 cached_layer = _StateAndKeys(self, attending, layer)
-            elif layer.has_state:
+            elif layer.states:
                 cached_layer = _StateLayer(self, layer)
             elif layer.has_keys:
                 cached_layer = _LaneLayer(self, attending)
             attending += layer.has_keys
             self.layers.append(cached_layer)
+        self.states = [layer for layer in self.layers if isinstance(layer, _StateLayer)]
+        """The layers with a state."""
         self.recurrent = interface.recurrent
         self.read = [0] * batch_size
         """Tokens of each row that its snapshot has seen."""
@@ -176,13 +171,8 @@ class StateCache(TreeCache):
         """Committed tokens of each row before that forward."""
         self._path_BA: Tensor | None = None
         """The path that was accepted of its tree; None for its first nodes, in order."""
-        self._kept: list[tuple[int, list[_States]]] = []
+        self._kept: list[tuple[int, list[Snapshot]]] = []
         """Snapshots that a conversation can go back to, by the tokens that they have seen."""
-
-    @property
-    def states(self) -> list[_StateLayer]:
-        """The layers with a state."""
-        return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
 
     def settle(self) -> None:
         """Take the latest forward's states as snapshots where all that they have seen is committed.
@@ -394,7 +384,7 @@ class StateCache(TreeCache):
 
     def keep_snapshot(self) -> None:
         self.settle()
-        states = [layer.snapshot.copy() for layer in self.states]
+        states = [_of_rows(layer.snapshot) for layer in self.states]
         self._kept = [*self._kept, (self.read[0], states)][-KEPT_SNAPSHOTS:]
 
     def rewind(self, tokens: int) -> int:
@@ -407,14 +397,14 @@ class StateCache(TreeCache):
                 return 0
             tokens, states = self._kept[-1]
             for layer, snapshot in zip(self.states, states, strict=True):
-                layer.snapshot = snapshot.copy()
+                layer.snapshot = _of_rows(snapshot)
             self.read = [tokens]
         return super().rewind(tokens)
 
     @property
     def nbytes(self) -> int:
-        states = sum(layer.snapshot.nbytes for layer in self.states)
-        return super().nbytes + states
+        states = [state for layer in self.states for state in layer.snapshot.values()]
+        return super().nbytes + sum(state.nbytes for state in states)
 
 
 def _padded(numbers: list[int], width: int) -> list[int]:
@@ -431,44 +421,12 @@ class _NoLayer:
     """A layer that keeps nothing, such as one of experts alone."""
 
 
-class _States:
-    """One layer's states by number: convolution windows and recurrences.
-
-    The first dimension of each state is rows or lanes.
-    """
-
-    def __init__(self, windows: dict[int, Tensor], recurrences: dict[int, Tensor]) -> None:
-        self.windows = windows
-        self.recurrences = recurrences
-
-    @classmethod
-    def empty(cls, layer: CachedLayer, rows: int) -> _States:
-        """States of rows that have read nothing."""
-        windows = {number: _zeros(state, rows) for number, state in layer.convolutions.items()}
-        recurrences = {number: _zeros(state, rows) for number, state in layer.recurrences.items()}
-        return cls(windows, recurrences)
-
-    def rows(self, rows_R: Tensor | None) -> _States:
-        """Return copies of these rows' states; None for all."""
-        return _States(_rows(self.windows, rows_R), _rows(self.recurrences, rows_R))
-
-    def copy(self) -> _States:
-        return self.rows(None)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in (*self.windows.values(), *self.recurrences.values()))
-
-
-def _zeros(state: RowState, rows: int) -> Tensor:
-    return torch.zeros(rows, *state.shape, dtype=state.dtype, device=state.device)
-
-
-def _rows(states: dict[int, Tensor], rows_R: Tensor | None) -> dict[int, Tensor]:
+def _of_rows(snapshot: Snapshot, rows_R: Tensor | None = None) -> Snapshot:
+    """Copies of these rows' states; None for all."""
     if rows_R is None:
-        return {number: state.clone() for number, state in states.items()}
+        return {which: state.clone() for which, state in snapshot.items()}
     return {
-        number: state.index_select(0, rows_R.to(state.device)) for number, state in states.items()
+        which: state.index_select(0, rows_R.to(state.device)) for which, state in snapshot.items()
     }
 
 
@@ -476,35 +434,39 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
     """One layer's states for transformers: a forward reads and overwrites snapshot copies."""
 
     def __init__(self, cache: StateCache, layer: CachedLayer) -> None:
-        numbers = len({*layer.convolutions, *layer.recurrences})
-        super().__init__(number_of_states=numbers)
-        self.snapshot = _States.empty(layer, len(cache.lengths_B))
+        numbers = range(len({number for _, number in layer.states}))
+        super().__init__(number_of_states=len(numbers))
+        rows = len(cache.lengths_B)
+        self.snapshot: Snapshot = {
+            which: state.new_zeros(rows, *state.shape[1:]) for which, state in layer.states.items()
+        }
         """Each row's states where they are certain."""
         self._inputs: dict[int, Tensor] = {}
         """What each convolution has read in the latest forward: the window before it, and the
         inputs of its tokens."""
         # True from the start, since zeros are the state of an empty text.
-        self.has_previous_state = dict.fromkeys(range(numbers), True)
+        self.has_previous_state = dict.fromkeys(numbers, True)
         self.is_conv_states_initialized = {
-            number: number in layer.convolutions for number in range(numbers)
+            number: (WINDOW, number) in layer.states for number in numbers
         }
         self.is_recurrent_states_initialized = {
-            number: number in layer.recurrences for number in range(numbers)
+            number: (RECURRENCE, number) in layer.states for number in numbers
         }
         self.conv_kernel_size = {
-            number: state.shape[-1] for number, state in layer.convolutions.items()
+            number: state.shape[-1]
+            for (kind, number), state in layer.states.items()
+            if kind == WINDOW
         }
+
+    def _after_forward(self, kind: str) -> dict[int, Tensor | None]:
+        """The latest forward's states of a kind, by number, where transformers looks for them."""
+        return self.conv_states if kind == WINDOW else self.recurrent_states
 
     def hand_out(self, rows_R: Tensor | None) -> None:
         """Copy the snapshots of the lanes' rows for a forward."""
-        states = self.snapshot.rows(rows_R)
-        # transformers looks up both kinds by every number; None where a layer has no such state.
-        self.conv_states = {**dict.fromkeys(range(self.number_of_states)), **states.windows}
-        self.recurrent_states = {
-            **dict.fromkeys(range(self.number_of_states)),
-            **states.recurrences,
-        }
-        self._inputs = {}
+        self.forget()
+        for (kind, number), state in _of_rows(self.snapshot, rows_R).items():
+            self._after_forward(kind)[number] = state
 
     def take(self, rows: list[int], lanes: list[int], counts: list[int], cut: bool) -> None:
         """Take the states of these lanes as those rows' snapshots.
@@ -514,42 +476,37 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
         """
         if not rows:
             return
-        for number, window in self.snapshot.windows.items():
-            inputs = self._inputs.get(number)
-            if cut and inputs is not None:
+        for (kind, number), state in self.snapshot.items():
+            inputs = self._inputs.get(number) if kind == WINDOW and cut else None
+            if inputs is None:
+                new = _replaced(state, rows, self._after_forward(kind)[number], lanes)
+            else:
                 # `inputs` is the old window and then the tokens' inputs. With a window of 3, x0 to
                 # x2, and tokens t0 to t3, the window after 2 tokens is inputs[2:5]:
                 #     x0 x1 [x2 t0 t1] t2 t3
-                size = window.shape[-1]
+                size = state.shape[-1]
                 cuts = [
                     inputs[lane, ..., count : count + size]
                     for lane, count in zip(lanes, counts, strict=True)
                 ]
-                windows = _replaced(window, rows, torch.stack(cuts), list(range(len(cuts))))
-            else:
-                windows = _replaced(window, rows, self.conv_states[number], lanes)
-            self.snapshot.windows[number] = windows
-        for number, state in self.snapshot.recurrences.items():
-            self.snapshot.recurrences[number] = _replaced(
-                state, rows, self.recurrent_states[number], lanes
-            )
+                new = _replaced(state, rows, torch.stack(cuts), list(range(len(cuts))))
+            self.snapshot[kind, number] = new
 
     def forget(self) -> None:
         """Free what the latest forward left."""
+        # transformers looks up both kinds by every number; None where a layer has no such state.
         self.conv_states = dict.fromkeys(range(self.number_of_states))
         self.recurrent_states = dict.fromkeys(range(self.number_of_states))
         self._inputs = {}
 
     def select(self, rows_R: Tensor) -> None:
-        self.snapshot = self.snapshot.rows(rows_R)
+        self.snapshot = _of_rows(self.snapshot, rows_R)
 
     def replace(self, rows_R: Tensor, other: _StateLayer) -> None:
-        for ours, theirs in (
-            (self.snapshot.windows, other.snapshot.windows),
-            (self.snapshot.recurrences, other.snapshot.recurrences),
-        ):
-            for number, state in ours.items():
-                ours[number] = state.index_copy(0, rows_R.to(state.device), theirs[number])
+        for which, state in self.snapshot.items():
+            self.snapshot[which] = state.index_copy(
+                0, rows_R.to(state.device), other.snapshot[which]
+            )
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
         """Shift the tokens' inputs into the window; return the old window and these inputs."""

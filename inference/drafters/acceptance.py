@@ -20,6 +20,7 @@ from ..engines.target import Target
 from ..trees.sampling import RandomSampler
 from ..trees.tree_spec import DynamicShape
 from .base import DraftContext, PrefillChunk
+from .model_rows import ModelRows
 from .tree_policies import DynamicTree
 
 RANKS = 10
@@ -78,9 +79,8 @@ def dynamic_lengths(
 ) -> dict[Size, float]:
     """Acceptance length of dynamic trees of a width along the answers, by size and depth."""
     depths = range(1, head.max_depth + 1)
-    drafter = DynamicTree(
-        head, DynamicShape(max(sizes), head.max_depth, width), target.draft_modules
-    )
+    largest = DynamicShape(max(sizes), head.max_depth, width)
+    drafter = DynamicTree(ModelRows(head, target.draft_modules), largest)
     rounds: dict[Size, list[int]] = {}
     for size in sizes:
         for depth in depths:

@@ -70,7 +70,10 @@ class AdaptiveDrafter(BatchDrafter):
             raise ValueError(
                 "top-k trees and sampled trees have different rules: choose among either"
             )
-        self.trees = _of_one_head(trees)
+        rows = [tree.rows if isinstance(tree, HeadDrafter) else tree for tree in trees]
+        if any(other is not rows[0] for other in rows):
+            raise ValueError("several trees to choose from must be of the same head")
+        self.trees = list(trees)
         self.reader = self.trees[0]
         """The tree that reads the text; the others share its head's state."""
         self.parts = self.trees
@@ -297,17 +300,3 @@ def _shape(tree: BatchDrafter) -> TreePolicy:
     if isinstance(tree, HeadDrafter):
         return tree.shape
     return DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
-
-
-def _of_one_head(trees: Sequence[BatchDrafter]) -> list[BatchDrafter]:
-    """The trees, of which all share the state of the first one's head."""
-    first = trees[0]
-    if len(trees) == 1:
-        return [first]
-    heads = [tree.head if isinstance(tree, HeadDrafter) else tree for tree in trees]
-    if any(head is not heads[0] for head in heads):
-        raise ValueError("several trees to choose from must be of the same head")
-    for tree in trees[1:]:
-        assert isinstance(tree, HeadDrafter) and isinstance(first, HeadDrafter)
-        tree.share(first.rows)
-    return list(trees)

@@ -32,7 +32,7 @@ from .datastore import read_datastore
 from .draft_model import AssistantModel, mask_token
 from .early_exit import EarlyExitChain
 from .history import HistoryDrafter
-from .model_rows import DraftModel
+from .model_rows import DraftModel, ModelRows
 from .specs import DrafterSpec, History, SmallerModel, drafter_spec
 from .text_index import SEPARATOR, TextIndex
 from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
@@ -160,22 +160,20 @@ def chains_alone(target: Target) -> bool:
 
 
 def tree_drafter(
-    head: DraftModel, tree: TreeSpec, modules: TargetModules, budget: int | None = None
+    head: DraftModel, tree: TreeSpec, modules: TargetModules
 ) -> HeadDrafter | AdaptiveDrafter:
     """A draft model with the tree that is given; of several, each round takes one."""
-    policies = tree_policies(tree)
-    drafters = [_policy_drafter(head, policy, modules, budget) for policy in policies]
+    rows = ModelRows(head, modules)
+    drafters = [_policy_drafter(rows, policy) for policy in tree_policies(tree)]
     return drafters[0] if len(drafters) == 1 else AdaptiveDrafter(drafters, plain=False)
 
 
-def _policy_drafter(
-    head: DraftModel, policy: TreePolicy, modules: TargetModules, budget: int | None
-) -> HeadDrafter:
+def _policy_drafter(rows: ModelRows, policy: TreePolicy, budget: int | None = None) -> HeadDrafter:
     if isinstance(policy, DynamicShape):
-        return DynamicTree(head, policy, modules, budget)
+        return DynamicTree(rows, policy, budget)
     if isinstance(policy, EarlyExitShape):
-        return EarlyExitChain(head, policy, modules, budget)
-    return StaticTree(head, policy, modules, budget)
+        return EarlyExitChain(rows, policy, budget)
+    return StaticTree(rows, policy, budget)
 
 
 def auto_trees(
@@ -205,19 +203,18 @@ def _head_drafter(
     tree: TreeSpec,
     adaptive: bool,
 ) -> BatchDrafter:
-    modules = target.draft_modules
     if tree != "auto":
-        return tree_drafter(head, tree, modules)
+        return tree_drafter(head, tree, target.draft_modules)
     # Without a choice in each round only the first tree is made, by costs that are assumed.
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     machine = machine_key(target.device, target.compiled)
     policies = auto_trees(head, metadata, machine, costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]
+    rows = ModelRows(head, target.draft_modules)
     trees = []
     for policy in policies:
-        budget = batch_budget(policy, target.device)
-        trees.append(_policy_drafter(head, policy, modules, budget))
+        trees.append(_policy_drafter(rows, policy, batch_budget(policy, target.device)))
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 

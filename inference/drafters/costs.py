@@ -30,6 +30,7 @@ from ..trees.tree_spec import DynamicShape, TreePolicy, TreeShape
 from ..tuning.machine import Key, kept_measurements, measured_once, seconds_in_turns
 from ..tuning.round_costs import SIZES, RoundCosts
 from .base import DraftContext, PrefillChunk
+from .model_rows import ModelRows
 from .round import Round, Verdict
 from .tree_policies import StaticTree
 
@@ -131,7 +132,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     if head is not None:
         # 2. A chain by the head, as in a round: the drafter gets a round in which nothing was
         #    accepted, with the text's own features, and drafts after it.
-        drafter = StaticTree(head, TreeShape.chain(depth), target.draft_modules)
+        drafter = StaticTree(ModelRows(head, target.draft_modules), TreeShape.chain(depth))
         one_1 = torch.ones_like(text_1T[0, :1])
         drafter.rows.use(target.engine)
         # Every timed call adds a token to the head's cache.

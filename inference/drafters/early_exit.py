@@ -12,12 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...heads.base import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..trees.tree import DraftTree
 from ..trees.tree_spec import EarlyExitShape, TreeKind, TreeShape
 from .base import NoDraft
-from .model_rows import DraftModel
+from .model_rows import ModelRows
 from .tree_policies import HeadDrafter
 
 
@@ -42,14 +41,8 @@ class EarlyExitChain(HeadDrafter):
 
     shape: EarlyExitShape
 
-    def __init__(
-        self,
-        head: DraftModel,
-        tree: EarlyExitShape,
-        modules: TargetModules,
-        budget: int | None = None,
-    ) -> None:
-        super().__init__(head, tree, modules, budget)
+    def __init__(self, rows: ModelRows, tree: EarlyExitShape, budget: int | None = None) -> None:
+        super().__init__(rows, tree, budget)
         self.kind = "sampled_chain" if tree.sampled else "top_k"
 
     def propose(self, roots_B: Tensor) -> DraftTree:

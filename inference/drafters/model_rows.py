@@ -86,17 +86,14 @@ class Progress:
 class ModelRows:
     """A draft model and its state of each row."""
 
-    def __init__(
-        self, model: DraftModel, modules: TargetModules, depth: int, expanded: int
-    ) -> None:
-        """Hold a model whose trees need up to `depth` expansions a step.
-
-        These expand `expanded` nodes in all.
-        """
+    def __init__(self, model: DraftModel, modules: TargetModules) -> None:
+        """Hold a model, from whose state trees grow."""
         self.model = model
         self.modules = modules
-        self.depth = depth
-        self.expanded = expanded
+        self.depth = 0
+        """Expansions of its deepest tree."""
+        self.expanded = 0
+        """Nodes that its largest tree expands."""
         self.read_last = enough_to_read(model)
         """How many last tokens of a prompt the model reads, as its window sees no more; None for
         all. Positions then count from the first of these. Rotary embeddings see distances only, so
@@ -115,7 +112,7 @@ class ModelRows:
         self._watcher: Watcher | None = None
 
     def make_room(self, depth: int, expanded: int) -> None:
-        """Serve another tree, too, from the next generation on."""
+        """Serve a tree, too, that takes `depth` expansions, of `expanded` nodes in all."""
         self.depth = max(self.depth, depth)
         self.expanded = max(self.expanded, expanded)
 

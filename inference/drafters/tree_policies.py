@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads.base import DraftHead, TargetModules
+from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
@@ -41,12 +41,11 @@ class HeadDrafter(BatchDrafter):
 
     def __init__(
         self,
-        head: DraftModel,
+        rows: ModelRows,
         tree: TreeShape | DynamicShape | EarlyExitShape,
-        modules: TargetModules,
         budget: int | None = None,
     ) -> None:
-        """Hold a head and the shape of its trees.
+        """Hold a draft model with its state, which other trees may share, and the trees' shape.
 
         `budget` is the number of tokens that one forward of the target should hold: in a batch the
         trees shrink to it, down to the roots alone. With None they are always as large as `tree`.
@@ -54,15 +53,16 @@ class HeadDrafter(BatchDrafter):
         Raises:
             ValueError: a tree deeper than the head drafts.
         """
-        if tree.depth > head.max_depth:
+        most = rows.model.max_depth
+        if tree.depth > most:
             raise ValueError(
-                f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth}"
-                " tokens"
+                f"the tree is {tree.depth} deep, but the head drafts at most {most} tokens"
             )
-        self.rows = ModelRows(head, modules, tree.depth, tree.expanded)
+        rows.make_room(tree.depth, tree.expanded)
+        self.rows = rows
         self.shape = tree
         self.budget = budget
-        self.feature_layers = head.feature_layers
+        self.feature_layers = rows.model.feature_layers
         self.depth = tree.depth
         self.max_nodes = tree.size
         self._sampler: Sampler = RandomSampler()
@@ -80,11 +80,6 @@ class HeadDrafter(BatchDrafter):
             f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth"
             f" {self.depth}{sampled})"
         )
-
-    def share(self, rows: ModelRows) -> None:
-        """Grow from the state of another tree of the same head."""
-        rows.make_room(self.rows.depth, self.rows.expanded)
-        self.rows = rows
 
     def fresh(self) -> Self:
         return self.on(self.rows.fresh())
@@ -275,20 +270,17 @@ class StaticTree(HeadDrafter):
     shape: TreeShape
 
     def __init__(
-        self,
-        head: DraftModel,
-        tree: TreeShape | SampledShape,
-        modules: TargetModules,
-        budget: int | None = None,
+        self, rows: ModelRows, tree: TreeShape | SampledShape, budget: int | None = None
     ) -> None:
         shape = tree.shape if isinstance(tree, SampledShape) else tree
         widest = max((level.width for level in shape.levels), default=0)
-        if widest > head.draft_vocab_size:
+        known = rows.model.draft_vocab_size
+        if widest > known:
             raise ValueError(
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary"
-                f" has {head.draft_vocab_size}"
+                f" has {known}"
             )
-        super().__init__(head, shape, modules, budget)
+        super().__init__(rows, shape, budget)
         if isinstance(tree, SampledShape):
             self.kind = tree.kind
 
@@ -387,19 +379,13 @@ class DynamicTree(HeadDrafter):
     NaN or inf have the value -inf: in sorting, NaN would come before the root.
     """
 
-    def __init__(
-        self,
-        head: DraftModel,
-        tree: DynamicShape,
-        modules: TargetModules,
-        budget: int | None = None,
-    ) -> None:
-        self.width = min(tree.width, head.draft_vocab_size)
+    def __init__(self, rows: ModelRows, tree: DynamicShape, budget: int | None = None) -> None:
+        self.width = min(tree.width, rows.model.draft_vocab_size)
         # The root, its `width` children, and `width` children of `width` nodes at each later depth.
         candidates = 1 + self.width + (tree.depth - 1) * self.width**2
         size = min(tree.size, candidates)
         shape = dataclasses.replace(tree, size=size, width=self.width)
-        super().__init__(head, shape, modules, budget)
+        super().__init__(rows, shape, budget)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...files import BROKEN, one_line
 from ..cache.kv_cache import CacheInterface, StateShape
-from ..cache.state_cache import CachedLayer, RowState, StatefulInterface
+from ..cache.state_cache import RECURRENCE, WINDOW, CachedLayer, StatefulInterface
 
 STATE_LAYERS = ("conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding")
 """transformers' names of layers with a state; older versions say mamba for linear_attention."""
@@ -124,25 +124,21 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
 
 
 def _cached_layer(model: PreTrainedModel, layer: Any) -> CachedLayer:
-    convolutions: dict[int, Tensor | None] = getattr(layer, "conv_states", {})
+    windows: dict[int, Tensor | None] = getattr(layer, "conv_states", {})
     recurrences: dict[int, Tensor | None] = getattr(layer, "recurrent_states", {})
-    if not isinstance(convolutions, dict) or not isinstance(recurrences, dict):
+    if not isinstance(windows, dict) or not isinstance(recurrences, dict):
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state, which transformers"
             f" {transformers_version} hands over in a way that cannot be put back after a rejected"
             " draft; update transformers to 5.14 or later"
         )
+    states = {}
+    for kind, by_number in ((WINDOW, windows), (RECURRENCE, recurrences)):
+        for number, state in by_number.items():
+            if state is not None:
+                states[kind, number] = state.new_empty(0, *state.shape[1:])  # no rows
     has_keys = isinstance(layer, CacheLayerMixin) and getattr(layer, "keys", None) is not None
-    return CachedLayer(has_keys, _row_states(convolutions), _row_states(recurrences))
-
-
-def _row_states(states: dict[int, Tensor | None]) -> dict[int, RowState]:
-    known = {}
-    for number, state in states.items():
-        if state is not None:
-            # Without the first dimension, the rows.
-            known[number] = RowState(tuple(state.shape[1:]), state.dtype, state.device)
-    return known
+    return CachedLayer(has_keys, states)
 
 
 def states_follow_chunks(model: PreTrainedModel) -> bool:
