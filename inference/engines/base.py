@@ -24,6 +24,8 @@ from ..trees.tree import DraftTree, NewNodes
 LEAST_PADDING = 2048
 """Minimum padding tokens that an extra prefill forward must save, where launching a forward is what
 takes time."""
+PADDING_ON_CPU = 64
+"""The same on a CPU, where launching one costs little."""
 
 
 @dataclass(frozen=True)

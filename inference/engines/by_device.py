@@ -1,7 +1,7 @@
 """The choice of an engine.
 
     device  compile  engine              its runner   what runs the target's layers
-    CPU     True     CpuEngine           Runner       PackedDecoder (C++), for Llama-like layers
+    CPU     True     CpuEngine           Runner       PackedLayers (C++), for Llama-like layers
     CPU     True     packed ModelEngine  Planless...  the model, its linear layers in our kernels
     CUDA    True     ModelEngine         GraphRunner  FusedDecoder, for Llama-like layers, or the
                                                       model
@@ -20,8 +20,7 @@ from ..targets.changes import has_hooks
 from ..targets.target_model import TargetModel
 from . import cpu_kernels
 from .base import Engine
-from .cpu import CpuEngine
-from .cpu_decoder import packed_decoder
+from .cpu_decoder import cpu_engine
 from .cuda_graph import GRAPHS, GraphRunner
 from .model_engine import ModelEngine
 
@@ -47,5 +46,5 @@ def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> E
         return kind(target)
     # 3. All layers in the kernels, or linear layers alone: subclasses of `ModelEngine` read texts
     #    in another way than the kernels' decoder.
-    decoder = packed_decoder(target.model, target.layer_kinds) if kind is ModelEngine else None
-    return kind(target, packed=True) if decoder is None else CpuEngine(target, decoder)
+    decoder = cpu_engine(target) if kind is ModelEngine else None
+    return decoder or kind(target, packed=True)

@@ -1,9 +1,9 @@
-"""Forward of a Llama-like decoder over a tree in the CPU kernels: one call for all layers.
+"""Forwards of a Llama-like decoder in our CPU kernels: one call for all layers.
 
-A packed decoder is used for the models of `known.py`, and only if its logits are the model's.
+They are used for the models of `known.py`, and only if their logits are the model's.
 
-Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width
-of the chosen layers side by side.
+Letters in tensor names: B batch, T time, N nodes, S slots of the cache, K wanted nodes, D hidden, F
+width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...heads.base import DraftHead
 from ...heads.eagle3 import FusionLayer
@@ -23,11 +22,16 @@ from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries
 from ..cache.kv_cache import StateShape, TreeCache
 from ..targets.changes import WeightWatch
+from ..targets.prompt_inputs import in_one_dimension
+from ..targets.target_model import TargetModel
+from ..trees.tree import NewNodes
+from .base import PADDING_ON_CPU, Engine, TargetOutput
 from .cpu_kernels import (
     PackedLinear,
     Weights,
     is_plain,
     kernels,
+    kernels_name,
     library,
     linear,
     norm,
@@ -36,7 +40,10 @@ from .cpu_kernels import (
     pointer,
 )
 from .known import SILU, KnownDecoder, agrees, known_decoder
+from .masks import visible_slots
 
+PIECE = 512
+"""Tokens of a prompt that are read at once, as a chain of nodes."""
 WHOLE = 32
 """Layer widths must be multiples of this: it is a multiple of every machine's vector width."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -209,69 +216,6 @@ class PackedLayers:
         )
 
 
-class PackedDecoder:
-    """Forward of a causal LM over nodes of a tree."""
-
-    def __init__(self, known: KnownDecoder, dtype: torch.dtype) -> None:
-        """Pack the weights of a decoder of this dtype."""
-        self.embed = known.embed
-        self.rotary = known.rotary
-        self.kinds = known.kinds
-        self.dtype = dtype
-        self.eps = float(known.norm.variance_epsilon)
-        self.layers = PackedLayers(known.layers, self.eps, dtype)
-        self.norm_D = known.norm.weight.detach().float().contiguous()
-        self.lm_head = PackedLinear(known.lm_head)
-        shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
-        self.state_shapes = [shape] * (2 * len(self.layers.structs))
-
-    def __call__(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        seen: dict[str, Tensor],
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        kept_K: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [B, K, V], float32, of the nodes `kept_K`, or of all, and features [B, N, F].
-
-        The attention masks in `seen`, [B, N, S], are those of each kind of attention.
-        """
-        # 1. The residual stream in float32, rounded to bfloat16 where a bfloat16 model rounds.
-        rounds = self.dtype == torch.bfloat16
-        state_BND = self.embed(tokens_BN).float().contiguous()
-        rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
-
-        # 2. Run the layers, which write features to their parts of one tensor. For the layers
-        # (2, 5, -1) and D = 4: layer 2 to [..., 0:4], layer 5 to [..., 4:8].
-        width = state_BND.shape[-1]
-        features_BNF = state_BND.new_empty(*tokens_BN.shape, width * len(layers))
-        features: dict[int, Tensor] = {}
-        for i, layer in enumerate(layers):
-            if layer >= 0:
-                features[layer] = features_BNF[..., i * width : (i + 1) * width]
-        caches = list(zip(cache.keys, cache.values, strict=True))
-        self.layers(
-            state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], features
-        )
-
-        # 3. Layer -1 is after the final norm.
-        if -1 in layers:
-            start = layers.index(-1) * width
-            normed_BND = norm(state_BND, self.norm_D, self.eps, rounds)
-            features_BNF[..., start : start + width] = normed_BND
-
-        # 4. Logits of the wanted nodes alone: the LM head is the largest matrix.
-        kept_BKD = (state_BND if kept_K is None else state_BND[:, kept_K]).contiguous()
-        logits_BKV = self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds))
-        return logits_BKV, features_BNF.to(self.dtype)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V], float32, of states [..., D] after the final norm."""
-        return linear(self.lm_head.packed, states, self.dtype == torch.bfloat16)
-
-
 class PackedBlock(nn.Module):
     """A decoder layer of a draft head, in the kernels."""
 
@@ -352,10 +296,145 @@ def is_packed(head: DraftHead) -> bool:
     return any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules())
 
 
-def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
-    """A packed decoder whose logits are the model's; None for a model of another architecture."""
+class CpuEngine(Engine):
+    """A decoder that runs as a whole in the kernels, with its weights in their shortest format.
+
+    The kernels hold a copy of the weights, and of those of heads.
+    """
+
+    copies_weights = True
+    features_are_free = True
+    least_padding = PADDING_ON_CPU
+
+    def __init__(self, target: TargetModel, known: KnownDecoder) -> None:
+        """Pack the weights of a target's decoder."""
+        super().__init__(target)
+        self.name = kernels_name()
+        self.embed = known.embed
+        self.rotary = known.rotary
+        self.kinds = known.kinds
+        self.eps = float(known.norm.variance_epsilon)
+        self.layers = PackedLayers(known.layers, self.eps, target.dtype)
+        self.norm_D = known.norm.weight.detach().float().contiguous()
+        self._lm_head = PackedLinear(known.lm_head)
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        layers = self.layers
+        shape = StateShape(layers.groups, layers.size, layers.dtype, self.target.device)
+        return [shape] * (2 * len(layers.structs))
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self._lm_head
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        return packed_head(head)
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        renew_packed(head, force)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return linear(self._lm_head.packed, states, self.target.dtype == torch.bfloat16)
+
+    def read_chunk(
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+    ) -> TargetOutput:
+        # 1. The prompt in pieces, to limit memory. Where the rotary frequencies depend on the last
+        # position of a forward (longrope), the whole prompt is one.
+        size = tokens_BT.shape[1]
+        segments = self.target.segments
+        piece = size if segments is not None and segments.reads_whole(longest) else PIECE
+        cache.reserve(size, max(longest - size, 0))
+
+        # 2. Each piece is a chain of nodes after the tokens before it, committed at once.
+        logits: list[Tensor] = []
+        features: list[Tensor] = []
+        for start, piece_BN in zip(
+            range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True
+        ):
+            nodes = piece_BN.shape[1]
+            # Wanted tokens that lie in this piece: of kept = [100, 700] the second has [700 - 512].
+            here_K = torch.tensor(
+                [index - start for index in kept if start <= index < start + nodes]
+            ).long()
+            output = self.forward_nodes(
+                NewNodes.of_chain(piece_BN), cache.prefilled, cache, layers, here_K
+            )
+            cache.advance_prompt(nodes)
+            logits.append(output.logits_BNV)
+            features.append(output.features_BNF)
+        return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
+
+    def forward_nodes(
+        self,
+        nodes: NewNodes,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        cache.reserve(nodes.tokens_BN.shape[1], longest, nodes.cached)
+        positions_BN, visible = visible_slots(
+            self.target, nodes, cache.lengths_B, cache.bucketed_length
+        )
+        # After a prompt with images, positions are not indices.
+        rotary_BN = in_one_dimension(positions_BN, cache.position_offsets)
+        return self.decode(nodes.tokens_BN, rotary_BN, visible, cache, layers, kept_K)
+
+    def decode(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        seen: dict[str, Tensor],
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None,
+    ) -> TargetOutput:
+        """Run all layers over nodes, and the LM head over the nodes `kept_K`, or over all.
+
+        The attention masks in `seen`, [B, N, S], are those of each kind of attention.
+        """
+        # 1. The residual stream in float32, rounded to bfloat16 where a bfloat16 model rounds.
+        dtype = self.target.dtype
+        rounds = dtype == torch.bfloat16
+        state_BND = self.embed(tokens_BN).float().contiguous()
+        rotary = self.rotary(state_BND.to(dtype), positions_BN)
+
+        # 2. Run the layers, which write features to their parts of one tensor. For the layers
+        # (2, 5, -1) and D = 4: layer 2 to [..., 0:4], layer 5 to [..., 4:8].
+        width = state_BND.shape[-1]
+        features_BNF = state_BND.new_empty(*tokens_BN.shape, width * len(layers))
+        features: dict[int, Tensor] = {}
+        for i, layer in enumerate(layers):
+            if layer >= 0:
+                features[layer] = features_BNF[..., i * width : (i + 1) * width]
+        caches = list(zip(cache.keys, cache.values, strict=True))
+        seen_of_layers = [seen[kind] for kind in self.kinds]
+        self.layers(state_BND, rotary, caches, cache.slots_BN, seen_of_layers, features)
+
+        # 3. Layer -1 is after the final norm.
+        if -1 in layers:
+            start = layers.index(-1) * width
+            normed_BND = norm(state_BND, self.norm_D, self.eps, rounds)
+            features_BNF[..., start : start + width] = normed_BND
+
+        # 4. Logits of the wanted nodes alone: the LM head is the largest matrix.
+        kept_BKD = (state_BND if kept_K is None else state_BND[:, kept_K]).contiguous()
+        logits_BKV = self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds))
+        return TargetOutput(logits_BKV, features_BNF.to(dtype))
+
+
+def cpu_engine(target: TargetModel) -> CpuEngine | None:
+    """An engine whose logits are the model's; None for a model of another architecture."""
     # 1. Refuse what the kernels do not know, before any weight is packed.
-    known = known_decoder(model, kinds)
+    model = target.model
+    known = known_decoder(model, target.layer_kinds)
     if known is None or model.dtype not in CLOSE:
         return None
     if not all(is_plain(weight) for weight in model.parameters()):
@@ -364,16 +443,16 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
         return None
 
     # 2. Pack, and try a short text: the same parts may be put together in another way.
-    packed = PackedDecoder(known, model.dtype)
+    engine = CpuEngine(target, known)
 
     def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
         # Each token sees its own slot and all before it.
         seen_1NS = torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None]
-        return packed(
-            tokens_1N, cache.slots_BN, dict.fromkeys(packed.kinds, seen_1NS), cache, (), None
-        )
+        seen = dict.fromkeys(known.kinds, seen_1NS)
+        output = engine.decode(tokens_1N, cache.slots_BN, seen, cache, (), None)
+        return output.logits_BNV, output.features_BNF
 
-    return packed if agrees(model, packed.state_shapes, forward, CLOSE[model.dtype]) else None
+    return engine if agrees(model, engine.state_shapes, forward, CLOSE[model.dtype]) else None
 
 
 def _linears(layer: LlamaLayer) -> list[Any]:

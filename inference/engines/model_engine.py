@@ -10,7 +10,7 @@ slots of the cache, V vocabulary, D hidden size, F width of the chosen layers si
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,15 +32,21 @@ from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .attention import PlanlessRunner, TreeAttention, attending_copy, causal_attention
-from .base import LEAST_PADDING, Engine, Runner, TargetOutput, features_of, kept_logits
+from .base import (
+    LEAST_PADDING,
+    PADDING_ON_CPU,
+    Engine,
+    Runner,
+    TargetOutput,
+    features_of,
+    kept_logits,
+)
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
 from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
 from .known import agrees, known_decoder
+from .masks import NEAR, node_positions, visible_slots
 
-PADDING_ON_CPU = 64
-"""Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one
-costs little."""
 Masks = Tensor | BlockMask | dict[str, Any]
 """A mask, or one for each kind of attention where a model alternates between them."""
 
@@ -530,83 +536,6 @@ def up_to(slots: int) -> Attend:
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     """Masks by kind of attention, or the mask itself where all layers are of one kind."""
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def visible_slots(
-    target: TargetModel, nodes: NewNodes, lengths_B: Tensor, slots: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return position ids [B, N] of new nodes, and the slots they attend to [B, N, S].
-
-    The slots are given for each kind of attention.
-    """
-    framed_BNX = nodes.framed_BNX
-    uncommitted = nodes.depths_BM.shape[1]
-    device = lengths_B.device
-    lengths_B1 = lengths_B[:, None]
-
-    # 1. Each slot takes the column of the framed tree attention that applies to it. For example 5
-    # committed tokens and 3 uncommitted nodes (X = 5) in 10 slots:
-    #     slot      0 1 2 3 4   5 6 7   8 9
-    #     column    0 0 0 0 0   1 2 3   4 4      column 0: always visible; column 4: never
-    if uncommitted == 1:  # the root alone sees the committed tokens and itself
-        visible_BNS = (counting(slots, device) <= lengths_B1)[:, None]
-    else:
-        column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, uncommitted + 1)
-        visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, framed_BNX.shape[1], -1))
-    positions_BN = node_positions(target, nodes, lengths_B)
-    visible = dict.fromkeys(target.attention_kinds, visible_BNS)
-
-    # 2. Local attention compares positions, and in a tree a slot's position is not its index:
-    # siblings share one. After 5 tokens, nodes of depths [0, 1, 1] lie in slots 5, 6, 7 at
-    # positions 5, 6, 6.
-    local = [kind for kind in visible if kind in NEAR]
-    if local:
-        slots_S = counting(slots, device)
-        # Index of the node in each slot; negative for committed tokens, too large for free slots.
-        after_BS = slots_S - lengths_B1
-        node_positions_BS = lengths_B1 + nodes.depths_BM.gather(
-            1, after_BS.clamp(0, uncommitted - 1)
-        )
-        slot_positions_BS = torch.where(
-            (after_BS >= 0) & (after_BS < uncommitted), node_positions_BS, slots_S
-        )
-        for kind in local:
-            visible[kind] = NEAR[kind](target, positions_BN, slot_positions_BS, visible_BNS)
-    return positions_BN, visible
-
-
-def node_positions(target: TargetModel, nodes: NewNodes, lengths_B: Tensor) -> Tensor:
-    """Position ids [B, N] of new nodes.
-
-    A node beyond the last position is never returned, but must not break an embedding table.
-    """
-    # Only the new nodes: the cached ones come first.
-    depths_BN = nodes.depths_BM[:, nodes.cached :]
-    return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
-
-
-def in_window(
-    target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor
-) -> Tensor:
-    """Visible slots [B, N, S] that lie within the sliding window of each node."""
-    return visible_BNS & (
-        slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window
-    )
-
-
-def in_chunk(
-    target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor
-) -> Tensor:
-    """Visible slots [B, N, S] that lie in the same chunk of the text as each node."""
-    size = target.config.attention_chunk_size
-    return visible_BNS & ((slot_positions_BS // size)[:, None] == (positions_BN // size)[..., None])
-
-
-NEAR: dict[str, Callable[[TargetModel, Tensor, Tensor, Tensor], Tensor]] = {
-    "sliding_attention": in_window,
-    "chunked_attention": in_chunk,
-}
-"""Kinds of attention that see only a part of the text, with the function that narrows a mask."""
 
 
 def _block_mask(visible_BNS: Tensor) -> BlockMask:

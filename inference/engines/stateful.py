@@ -19,7 +19,8 @@ from ..cache.kv_cache import TreeCache
 from ..cache.state_cache import Lanes, Path, StateCache
 from ..trees.tree import DraftTree, NewNodes, path_from_root
 from .base import TargetOutput
-from .model_engine import Masks, ModelEngine, in_window
+from .masks import in_window
+from .model_engine import Masks, ModelEngine
 
 MOST_PENDING = 8
 """Pending tokens from which on they are read alone, once; fewer are read again with the drafts of

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.cache.kv_cache import TreeCache
-from headstart.inference.engines import cpu, model_engine
+from headstart.inference.engines import cpu_decoder, model_engine
 from headstart.inference.trees import verify
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.verify import Rule, without_replacement
@@ -134,7 +134,7 @@ def shift_positions(monkeypatch):
         return positions_BN + (positions_BN.shape[1] > 1), visible
 
     monkeypatch.setattr(model_engine, "visible_slots", shifted)
-    monkeypatch.setattr(cpu, "visible_slots", shifted)
+    monkeypatch.setattr(cpu_decoder, "visible_slots", shifted)
 
 
 @pytest.mark.parametrize("plant", [keep_stale_entries, shift_positions])

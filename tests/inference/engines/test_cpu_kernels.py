@@ -28,8 +28,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from headstart.inference import Drafter, SpeculativeLM, Target
 from headstart.inference.drafters.base import NoDraft
 from headstart.inference.engines import cpu_decoder, cpu_kernels
-from headstart.inference.engines.cpu import CpuEngine
-from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
+from headstart.inference.engines.cpu_decoder import CpuEngine, PackedBlock, packed_head
 from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
 from headstart.inference.engines.model_engine import ModelEngine
 from headstart.inference.trees.tree import NewNodes, framed

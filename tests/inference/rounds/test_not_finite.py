@@ -20,8 +20,7 @@ from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Targ
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.history import with_tries
 from headstart.inference.drafters.tries import Trie, draft_tree
-from headstart.inference.engines.cpu import CpuEngine
-from headstart.inference.engines.cpu_decoder import is_packed, packed_head
+from headstart.inference.engines.cpu_decoder import CpuEngine, is_packed, packed_head
 from headstart.inference.rounds.prefill import padded_prompts
 
 VOCAB, NEW, BAD = 24, 9, 0

@@ -11,7 +11,7 @@ from hybrids import hybrid
 
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, custom_generate
 from headstart.inference.engines import cpu_kernels
-from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.engines.cpu_decoder import CpuEngine
 from headstart.inference.targets.prompt_inputs import check_prompt_inputs
 
 VOCAB = 60

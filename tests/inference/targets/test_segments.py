@@ -164,7 +164,7 @@ def test_a_generation_does_not_depend_on_those_before_it(name, compile):
 
 
 def test_the_kernels_read_a_prompt_beyond_the_border_whole(monkeypatch):
-    monkeypatch.setattr("headstart.inference.engines.cpu.PIECE", 8)
+    monkeypatch.setattr("headstart.inference.engines.cpu_decoder.PIECE", 8)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     factors = {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
     torch.manual_seed(0)
