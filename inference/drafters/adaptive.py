@@ -20,7 +20,6 @@ from ..trees.tree import DraftTree
 from ..trees.tree_spec import DynamicShape, TreePolicy
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import default_length
-from .answer_lengths import AnswerLengths
 from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_rows
 from .next_step import (
     Choice,
@@ -300,3 +299,28 @@ def _shape(tree: BatchDrafter) -> TreePolicy:
     if isinstance(tree, HeadDrafter):
         return tree.shape
     return DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
+
+
+class AnswerLengths:
+    """How many tokens answers have: every token is the last one with the same probability.
+
+    What the prefill of a head costs is earned back by the tokens to come.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens of all answers so far."""
+        self.ended = 0
+        """Answers that ended before their limit."""
+
+    def add(self, tokens: int, limit: float) -> None:
+        """Note an answer that has ended, or was cut at the limit."""
+        self.tokens += tokens
+        self.ended += 0 < tokens < limit
+
+    def expected(self, limit: float) -> float:
+        """Tokens that an answer is expected to go on for, of which `limit` are allowed."""
+        if self.ended == 0:
+            return limit
+        ending = self.ended / self.tokens
+        return (1 - (1 - ending) ** limit) / ending

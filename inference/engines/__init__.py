@@ -11,7 +11,6 @@ attention        their attention; on a GPU heads.layers.tree_kernel attends to t
 cuda_graph       functions of tensors, recorded once and replayed with one launch
 known            decoders of Llama-like layers, recognised by their parts
 fused_decoder    a known decoder with fused kernels between its linear layers
-branches         parallel branches of a graph
 cpu_decoder      forwards in our CPU kernels, cpu_kernels
 stateful         forwards of models whose layers keep a state
 counting         forwards of models that count positions by their cache

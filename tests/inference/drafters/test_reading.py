@@ -12,8 +12,7 @@ from torch import Tensor
 
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import adaptive
-from headstart.inference.drafters.adaptive import AdaptiveDrafter
-from headstart.inference.drafters.answer_lengths import AnswerLengths
+from headstart.inference.drafters.adaptive import AdaptiveDrafter, AnswerLengths
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.model_rows import ModelRows
 from headstart.inference.drafters.next_step import Choice

@@ -18,8 +18,7 @@ from headstart.heads import HEADS
 from headstart.heads.layers.masked_attention import masked_attention
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.drafters.history import with_tries
-from headstart.inference.drafters.tries import Trie, draft_tree
+from headstart.inference.drafters.history import Trie, draft_tree, with_tries
 from headstart.inference.engines.cpu_decoder import CpuEngine, is_packed, packed_head
 from headstart.inference.rounds.prefill import padded_prompts
 
