@@ -9,6 +9,7 @@ The model stays untouched: the decoder of each model is kept here, and freed wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -83,22 +84,17 @@ def custom_generate(
     return DecodingMethod(options, generator, streamer)
 
 
+@dataclass(eq=False)
 class DecodingMethod:
     """The decoding method that `custom_generate` returns.
 
     `model.generate` calls it with what it has prepared.
     """
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        generator: torch.Generator | None,
-        streamer: BaseStreamer | None,
-    ) -> None:
-        """Hold the `options` of `SpeculativeLM.from_pretrained`."""
-        self.options = options
-        self.generator = generator
-        self.streamer = streamer
+    options: dict[str, Any]
+    """Of `SpeculativeLM.from_pretrained`."""
+    generator: torch.Generator | None
+    streamer: BaseStreamer | None
 
     def __call__(
         self, model: PreTrainedModel, *args: Any, **inputs: Any

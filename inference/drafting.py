@@ -69,55 +69,46 @@ class Drafting:
         return None
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a decoder makes its drafters.
+def drafting_for(
+    target: Target,
+    source: DrafterSource | None,
+    tree: TreeSpec,
+    adaptive: bool,
+    compiled: bool,
+    acceptance: str,
+    lossy: bool,
+    head: DraftHead | None,
+) -> Drafting:
+    """What a decoder drafts with, by a head or by the source alone.
 
-    The fields hold the arguments of `SpeculativeLM.from_pretrained` that decide this.
+    The arguments are those of `SpeculativeLM.from_pretrained`; `compiled` heads run in the target's
+    engine.
+
+    Raises:
+        ValueError: a tree or a rule that does not fit.
     """
-
-    target: Target
-    source: DrafterSource | None
-    tree: TreeSpec
-    adaptive: bool
-    compiled: bool
-    """Whether heads run in the target's engine."""
-    acceptance: str
-    lossy: bool
-
-    def drafting(self, head: DraftHead | None) -> Drafting:
-        """A drafter of this head, or of the source alone.
-
-        Raises:
-            ValueError: a tree or a rule that does not fit.
-        """
-        provenance: dict[str, Any] = {}
-        if head is not None and head.metadata is not None:
-            provenance = head.metadata.provenance
-        # 1. The head as it runs: itself, or its copy in the target's engine (C++ kernels).
-        running_head = head
-        if head is not None and self.compiled:
-            running_head = self.target.engine.draft_head(head)
-        # 2. Its drafter. Single calls may make another one, with another tree, that searches the
-        #    same earlier answers. A lossy rule lets drafts change the text: there, none are kept.
-        with_tree = partial(
-            make_drafter,
-            self.target,
-            self.source,
-            head=running_head,
-            adaptive=self.adaptive,
-            earlier=None if self.lossy else TextIndex(EARLIER_TOKENS),
-        )
-        drafter = with_tree(self.tree)
-        self.target.check_layers(drafter.feature_layers)
-        for rows in model_rows(drafter):
-            rows.use(self.target.engine)
-        # 3. The rule, which must fit the drafter's trees.
-        return Drafting.by_rule(
-            drafter,
-            self.acceptance,
-            self.lossy,
-            head=head,
-            provenance=provenance,
-            with_tree=with_tree,
-        )
+    provenance: dict[str, Any] = {}
+    if head is not None and head.metadata is not None:
+        provenance = head.metadata.provenance
+    # 1. The head as it runs: itself, or its copy in the target's engine (C++ kernels).
+    running_head = head
+    if head is not None and compiled:
+        running_head = target.engine.draft_head(head)
+    # 2. Its drafter. Single calls may make another one, with another tree, that searches the same
+    #    earlier answers. A lossy rule lets drafts change the text: there, none are kept.
+    with_tree = partial(
+        make_drafter,
+        target,
+        source,
+        head=running_head,
+        adaptive=adaptive,
+        earlier=None if lossy else TextIndex(EARLIER_TOKENS),
+    )
+    drafter = with_tree(tree)
+    target.check_layers(drafter.feature_layers)
+    for rows in model_rows(drafter):
+        rows.use(target.engine)
+    # 3. The rule, which must fit the drafter's trees.
+    return Drafting.by_rule(
+        drafter, acceptance, lossy, head=head, provenance=provenance, with_tree=with_tree
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -495,15 +495,12 @@ def shown_to_encoders(
         return
     check_ids(prompts.input_ids, prompts.attention_mask, target)
     # What a generation that calls this one has encoded, if there is one, is put back at the end.
-    models = [model for model in assistants(drafter) if isinstance(model, Seq2SeqTarget)]
-    before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(target.encoder_outputs_kept())
         encoded = target.encode(prompts.input_ids, prompts.attention_mask)
-        for model in models:
-            with as_loaded(model.model):
-                model.encode(within(model, prompts.input_ids), prompts.attention_mask)
+        for model in assistants(drafter):
+            if isinstance(model, Seq2SeqTarget):
+                stack.enter_context(model.encoder_outputs_kept())
+                with as_loaded(model.model):
+                    model.encode(within(model, prompts.input_ids), prompts.attention_mask)
         yield {"encoder_outputs": encoded}
-    finally:
-        for model, states, mask in before:
-            model.encoded = states
-            model.encoded_mask = mask

@@ -238,7 +238,7 @@ class OuterTarget(Target):
             self._names.setdefault(id(weight), []).append(name)
         modules = self.modules
         tied = modules.lm_head.weight is cast(Any, modules.embed).weight
-        self._weights_known = self._fingerprint()
+        self._fingerprint = self._read_fingerprint()
         # 2. Read the modules. A tied LM head shares the embedding, unless the checkpoint stores
         #    another one.
         for module in (modules.embed, modules.norm):
@@ -353,23 +353,6 @@ class OuterTarget(Target):
         model = model_loader(config).from_config(config, dtype=torch.float32)
         return cast(PreTrainedModel, model.eval().requires_grad_(False))
 
-    def current_provenance(self) -> dict[str, Any]:
-        """Return the provenance of the whole target.
-
-        It lacks `weights` if the files do not tell what a loaded model's would be.
-        """
-        packing = getattr(self.model.config, "quantization_config", None)
-        method = packing.get("quant_method") if isinstance(packing, dict) else None
-        provenance = {
-            "target": self.name,
-            "revision": self.commit,
-            "dtype": dtype_name(self.dtype),
-            "quantization": None if method is None else str(method),
-        }
-        if self._weights_known is not None:
-            provenance["weights"] = self._weights_known
-        return provenance
-
     def _own_head_weight(self) -> nn.Parameter | None:
         """Return the LM head that a checkpoint stores with values other than the tied embedding's.
 
@@ -424,8 +407,12 @@ class OuterTarget(Target):
             f" it, {LOAD_ALL}"
         )
 
-    def _fingerprint(self) -> str | None:
-        """The `info.fingerprint` of the whole model; None where files keep weights by other names.
+    def fingerprint(self) -> str | None:
+        """What a loaded model's would be; None where the files do not tell."""
+        return self._fingerprint
+
+    def _read_fingerprint(self) -> str | None:
+        """The fingerprint of the whole model; None where files keep weights by other names.
 
         Experts that transformers joins as it loads them, and packed weights, have other names.
         """

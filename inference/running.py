@@ -49,20 +49,14 @@ def alone(
     with target.lock, as_loaded(target.model):
         nested = runs(target)
         drafter = drafter_now().fresh() if nested else drafter_now()
-        # What the encoder returned belongs to the outer generation: it is put back at the end.
-        encoded = None
-        if isinstance(target, Seq2SeqTarget):
-            encoded = (target.encoded, target.encoded_mask)
-        _RUNNING.generations.append((target, past))
-        try:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            _RUNNING.generations.append((target, past))
+            stack.callback(_RUNNING.generations.pop)
+            if nested:
                 # Replayed recordings would overwrite results that the outer generation still reads.
-                if nested:
-                    stack.enter_context(target.engine.runner.as_it_is())
-                for assistant in assistants(drafter):
-                    stack.enter_context(as_loaded(assistant.model))
-                yield drafter
-        finally:
-            _RUNNING.generations.pop()
-            if nested and isinstance(target, Seq2SeqTarget) and encoded is not None:
-                target.encoded, target.encoded_mask = encoded
+                stack.enter_context(target.engine.runner.as_it_is())
+                if isinstance(target, Seq2SeqTarget):
+                    stack.enter_context(target.encoder_outputs_kept())
+            for assistant in assistants(drafter):
+                stack.enter_context(as_loaded(assistant.model))
+            yield drafter

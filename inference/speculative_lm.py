@@ -37,7 +37,7 @@ from .drafters.costs import measured_costs
 from .drafters.history import HistoryDrafter
 from .drafters.tree_policies import model_rows
 from .drafters.validated import validated
-from .drafting import Drafting, Recipe
+from .drafting import Drafting, drafting_for
 from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .engines.target import Target
 from .head_loading import check_configs, load_fitting_head, merge_adapter_of
@@ -127,8 +127,8 @@ class SpeculativeLM:
         target.check_layers(plan.feature_layers)
         self.drafting = Drafting.by_rule(plan, acceptance, lossy)
         """What drafts, replaced as a whole."""
-        self._recipe: Recipe | None = None
-        """How drafters are made of a head; None for a drafter that was given."""
+        self._drafting_by: Callable[[DraftHead | None], Drafting] | None = None
+        """Makes what drafts by a head; None for a drafter that was given."""
         self._of_calls: OrderedDict[str, Drafting] = OrderedDict()
         """By tree and acceptance rule: what drafts in single calls that name them, the most
         recently used one last."""
@@ -278,11 +278,13 @@ class SpeculativeLM:
         # 4. What drafts. Kernels may copy the target's weights, and the cost of rounds may be
         #    measured, so the model must be in the state in which it was loaded.
         lm = cls(target)
-        lm._recipe = Recipe(target, drafter, tree, adaptive, compile, acceptance, lossy)
+        lm._drafting_by = partial(
+            drafting_for, target, drafter, tree, adaptive, compile, acceptance, lossy
+        )
         with as_loaded(target.model):
             if compile:
                 target.compile()
-            lm.drafting = lm._recipe.drafting(loaded_head)
+            lm.drafting = lm._drafting_by(loaded_head)
         return lm
 
     def compile(self, mode: bool = True) -> SpeculativeLM:
@@ -342,7 +344,7 @@ class SpeculativeLM:
                 inside a generation.
         """
         target = self.target
-        if self._recipe is None or self.head is None:
+        if self._drafting_by is None or self.head is None:
             raise ValueError(
                 "use_head needs a decoder with a head: SpeculativeLM.from_pretrained(target,"
                 " head=...)"
@@ -356,7 +358,7 @@ class SpeculativeLM:
             new = load_fitting_head(head, target, revision)
             target.check_layers(new.feature_layers)
             merge_adapter_of(new, target, allowed=False)
-            drafting = self._recipe.drafting(new.to(target.device).eval())
+            drafting = self._drafting_by(new.to(target.device).eval())
             # 2. Forget what was recorded for the old head and for trees of single calls: it holds
             #    them and their caches.
             self._of_calls = OrderedDict()

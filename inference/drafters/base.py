@@ -63,6 +63,15 @@ class PrefillChunk:
     """Valid tokens of each row, the rest is padding; 0 where the prompt ended in an earlier
     chunk."""
 
+    def of(self, chosen: Any, lengths_B: Tensor) -> PrefillChunk:
+        """The chosen tokens of the chunk, or rows: an index of all its tensors [B, T]."""
+        return PrefillChunk(
+            self.tokens_BT[chosen],
+            self.next_tokens_BT[chosen],
+            self.features_BTF[chosen],
+            lengths_B,
+        )
+
 
 def tokens_added(chunk: PrefillChunk, empty: Sequence[bool]) -> list[list[int]]:
     """The tokens that a chunk adds to each row's text; `empty` says which texts have none yet."""

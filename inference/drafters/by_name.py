@@ -52,7 +52,6 @@ def make_drafter(
     source: DrafterSource | None = None,
     tree: TreeSpec = "auto",
     head: DraftHead | None = None,
-    metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
     earlier: TextIndex | None = None,
 ) -> BatchDrafter:
@@ -66,7 +65,6 @@ def make_drafter(
             tree on this machine, or trees to choose from, for which the cost of rounds is measured
             if it is not known.
         head: a head that fits the target.
-        metadata: what the head's checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
         earlier: the answers that histories search and add to; None for none.
     """
@@ -85,8 +83,7 @@ def make_drafter(
     # 2. A head or a source, and plain steps as another choice of each round.
     drafter: BatchDrafter = NoDraft()
     if head is not None:
-        metadata = metadata or head.metadata or CheckpointMetadata()
-        drafter = _with_plain_steps(_head_drafter(target, head, metadata, tree, adaptive), adaptive)
+        drafter = _with_plain_steps(_head_drafter(target, head, tree, adaptive), adaptive)
     elif spec is not None and not isinstance(spec, History):
         drafter = _with_plain_steps(_from_source(spec, target, tree), adaptive)
     # 3. A history that takes turns with it, beside a head also where none is named.
@@ -196,18 +193,13 @@ def auto_trees(
     return candidate_trees(head, hint, costs)
 
 
-def _head_drafter(
-    target: Target,
-    head: DraftHead,
-    metadata: CheckpointMetadata,
-    tree: TreeSpec,
-    adaptive: bool,
-) -> BatchDrafter:
+def _head_drafter(target: Target, head: DraftHead, tree: TreeSpec, adaptive: bool) -> BatchDrafter:
     if tree != "auto":
         return tree_drafter(head, tree, target.draft_modules)
     # Without a choice in each round only the first tree is made, by costs that are assumed.
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     machine = machine_key(target.device, target.compiled)
+    metadata = head.metadata or CheckpointMetadata()
     policies = auto_trees(head, metadata, machine, costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]

@@ -278,7 +278,8 @@ class ModelRows:
         else:
             # Rows with different numbers of tokens: a chunk, after the steps so far.
             self._join_steps()
-            self.progress.chunks.append(cut_chunk(pairs, most))
+            first = (slice(None), slice(most))
+            self.progress.chunks.append(pairs.of(first, pairs.lengths_B.clamp(max=most)))
         self.progress.pending += most
         if self.progress.pending > PENDING_TOKENS:
             self.catch_up()
@@ -425,8 +426,8 @@ class ModelRows:
         if progress.chunks and len(rows_R) > len(progress.chunks[0].lengths_B):
             self.catch_up()
         progress.state = progress.state.select(rows_R)
-        progress.chunks = [selected_chunk(chunk, rows_R) for chunk in progress.chunks]
-        progress.steps = [selected_chunk(step, rows_R) for step in progress.steps]
+        progress.chunks = [chunk.of(rows_R, chunk.lengths_B[rows_R]) for chunk in progress.chunks]
+        progress.steps = [step.of(rows_R, step.lengths_B[rows_R]) for step in progress.steps]
 
     def replace(self, rows_R: Tensor, other: ModelRows) -> None:
         """Overwrite these rows by those of `other`."""
@@ -487,22 +488,7 @@ def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
     positions_BT = counts_B[:, None] + torch.arange(longest, device=counts_B.device)
     positions_BT = positions_BT.clamp(max=chunk.tokens_BT.shape[1] - 1)
     rows_B1 = torch.arange(len(counts_B), device=counts_B.device)[:, None]
-    return PrefillChunk(
-        chunk.tokens_BT[rows_B1, positions_BT],
-        chunk.next_tokens_BT[rows_B1, positions_BT],
-        chunk.features_BTF[rows_B1, positions_BT],
-        lengths_B,
-    )
-
-
-def cut_chunk(chunk: PrefillChunk, most: int) -> PrefillChunk:
-    """The first `most` tokens of each row of a chunk."""
-    return PrefillChunk(
-        chunk.tokens_BT[:, :most],
-        chunk.next_tokens_BT[:, :most],
-        chunk.features_BTF[:, :most],
-        chunk.lengths_B.clamp(max=most),
-    )
+    return chunk.of((rows_B1, positions_BT), lengths_B)
 
 
 def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
@@ -515,13 +501,3 @@ def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
     features_BTF = torch.cat([chunk.features_BTF for chunk in chunks], dim=1)
     count_B = torch.stack([chunk.lengths_B for chunk in chunks]).sum(0)
     return PrefillChunk(tokens_BT, next_BT, features_BTF, count_B)
-
-
-def selected_chunk(chunk: PrefillChunk, rows_R: Tensor) -> PrefillChunk:
-    """These rows of a chunk, in this order."""
-    return PrefillChunk(
-        chunk.tokens_BT[rows_R],
-        chunk.next_tokens_BT[rows_R],
-        chunk.features_BTF[rows_R],
-        chunk.lengths_B[rows_R],
-    )

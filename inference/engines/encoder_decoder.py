@@ -8,7 +8,8 @@ a smaller T5 as its draft model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -136,6 +137,17 @@ class Seq2SeqTarget(Target):
             )
         self.encoded = encoded
         self.encoded_mask = mask
+
+    @contextmanager
+    def encoder_outputs_kept(self) -> Iterator[None]:
+        """Put back the present encoder's outputs after the block, which may set others."""
+        encoded = self.encoded
+        mask = self.encoded_mask
+        try:
+            yield
+        finally:
+            self.encoded = encoded
+            self.encoded_mask = mask
 
     def check_encoder_outputs(self) -> None:
         """Refuse to draft before `set_encoder_outputs`."""

@@ -171,10 +171,17 @@ class RowReader:
         return features_BTF
 
 
-def causally(query_BHTE: Tensor, keys_BGTE: Tensor, values_BGTE: Tensor, scale: float) -> Tensor:
-    """Causal attention over whole rows, [B, T, H, E]."""
-    attended_BHTE = causal_attention(query_BHTE, keys_BGTE, values_BGTE, scale)
-    return attended_BHTE.transpose(1, 2)
+def causally(
+    query_BHTE: Tensor,
+    keys_BGSE: Tensor,
+    values_BGSE: Tensor,
+    scale: float,
+    slots: int | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of so many slots, by default all, [B, T, H, E]."""
+    keys_BGSE = keys_BGSE[:, :, :slots]
+    values_BGSE = values_BGSE[:, :, :slots]
+    return causal_attention(query_BHTE, keys_BGSE, values_BGSE, scale).transpose(1, 2)
 
 
 @torch.no_grad()

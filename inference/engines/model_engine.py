@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +31,7 @@ from ..targets.segments import has_changing_angles
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
-from .attention import PlanlessRunner, TreeAttention, attending_copy, causal_attention
+from .attention import PlanlessRunner, TreeAttention, attending_copy
 from .base import (
     LEAST_PADDING,
     PADDING_ON_CPU,
@@ -43,7 +43,7 @@ from .base import (
 )
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
-from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
+from .fused_decoder import TOLERANCE, Attend, FusedDecoder, causally, fused_head
 from .known import agrees, known_decoder
 from .masks import NEAR, node_positions, visible_slots
 
@@ -263,7 +263,9 @@ class ModelEngine(Engine):
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)
         causal = self.own_attention and target.attention_kinds == ("full_attention",)
         if causal and self.decoder is not None and cache.position_offsets is None:
-            attend: dict[str, Attend] = {"full_attention": up_to(cache.prefilled + size)}
+            attend: dict[str, Attend] = {
+                "full_attention": partial(causally, slots=cache.prefilled + size)
+            }
             kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
             logits_BKV, features_BTF = self.runner.run_unrecorded(
                 self.decoder, tokens_BT, positions_BT, attend, cache, layers, kept_K
@@ -518,17 +520,6 @@ def by_slots(slots: TreeSlots) -> Attend:
 
     def attend(query_BHNE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, scale: float) -> Tensor:
         return attend_to_slots(query_BHNE, keys_BGSE, values_BGSE, slots, scale)
-
-    return attend
-
-
-def up_to(slots: int) -> Attend:
-    """Causal attention of the last tokens of so many slots."""
-
-    def attend(query_BHTE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, scale: float) -> Tensor:
-        keys_BGSE = keys_BGSE[:, :, :slots]
-        values_BGSE = values_BGSE[:, :, :slots]
-        return causal_attention(query_BHTE, keys_BGSE, values_BGSE, scale).transpose(1, 2)
 
     return attend
 

@@ -314,13 +314,18 @@ class Target(TargetModel):
         if quantization:
             method = getattr(quantization, "quant_method", None)
             method = method or quantization.get("quant_method")
-        return {
+        provenance = {
             "target": self.name,
             "revision": self.commit,
             "dtype": dtype_name(self.dtype),
             "quantization": None if method is None else str(getattr(method, "value", method)),
-            "weights": fingerprint(self.model),
         }
+        weights = self.fingerprint()
+        return provenance if weights is None else {**provenance, "weights": weights}
+
+    def fingerprint(self) -> str | None:
+        """The model's `info.fingerprint`; None if it is not known."""
+        return fingerprint(self.model)
 
     def check_decoding(self) -> None:
         """Try whether trees yield the model's own logits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
-from .positions import counts_positions
 from .states import keeps_states, kinds_beside_states
 
 HEAD_SIZE = 128
@@ -243,3 +243,39 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f" {' or '.join(KINDS)}"
         )
     return tuple(sorted(kinds))
+
+
+def counts_positions(model: PreTrainedModel) -> str:
+    """Return a clause that says why a decoder-only model ties positions to its cache.
+
+    Such a model cannot be told that two nodes of a tree have the same position, and decodes in
+    chains; see `engines.counting`. Return "" for a model that takes positions as an input.
+    """
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder or keeps_states(model):
+        return ""
+    # ALiBi adds a bias to scores by the distance of two slots, whatever their positions.
+    if getattr(config, "alibi", False):
+        return "uses ALiBi, which counts places in the cache"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids"
+    # A table of masks, such as GPT-Neo's, is cut by the number of cached tokens.
+    if any(_is_causal_mask(buffer, config) for buffer in _buffers(model)):
+        return "cuts its masks out of a table by places in the cache"
+    return ""
+
+
+def _buffers(model: PreTrainedModel) -> list[Tensor]:
+    """The buffers of a model's blocks."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return [buffer for blocks in lists for buffer in blocks.buffers()]
+
+
+def _is_causal_mask(buffer: Tensor, config: Any) -> bool:
+    """Whether a buffer is a mask [..., P, P] by positions, with or without a local window."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return (
+        buffer.dtype == torch.bool
+        and buffer.ndim >= 2
+        and buffer.shape[-2:] == (positions, positions)
+    )

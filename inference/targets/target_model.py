@@ -19,10 +19,15 @@ from transformers import __version__ as transformers_version
 
 from ..cache.kv_cache import CacheInterface, Pool
 from .as_loaded import as_loaded
-from .info import attention_kinds, before_lm_head, target_info, target_modules
+from .info import (
+    attention_kinds,
+    before_lm_head,
+    counts_positions,
+    target_info,
+    target_modules,
+)
 from .interface import cache_interface, first_block_index, fitting_logits
 from .loading import end_tokens_of
-from .positions import counts_positions
 from .segments import segments_of, tokens_read_at_border
 from .states import keeps_states, stateful_interface
 

@@ -100,7 +100,8 @@ class TreeLogitsProcessor:
         self._counting: tuple[type[LogitsProcessor], ...] = READS_LENGTH
         if min_length_counts_padding:
             self._counting += (known.MinLengthLogitsProcessor,)
-        self._reads_text = not all(_reads_logits_alone(processor) for processor in processors)
+        self.reads_text = not all(_reads_logits_alone(processor) for processor in processors)
+        """Whether any processor reads the text, which makes the host wait in every round."""
         self.one_by_one = any(
             not _is_transformers(processor) or isinstance(processor, CALLS_USER)
             for processor in processors
@@ -157,7 +158,7 @@ class TreeLogitsProcessor:
             the loop scores each accepted node: see `rounds.loop`.
         """
         # 1. No processor reads text: all nodes at once.
-        if not self._reads_text:
+        if not self.reads_text:
             return self._flat(logits_BNV)
         scores_BNV = at_least_fp32(logits_BNV).clone()
 
@@ -206,11 +207,6 @@ class TreeLogitsProcessor:
             # A processor that counts padding gets as much, on the left.
             scores_1V = processor(F.pad(text_1T, (padding, 0)), scores_1V)
         return scores_1V[0]
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether any processor reads the text, which makes the host wait in every round."""
-        return self._reads_text
 
     def draft_probs(self, logits: Tensor) -> Tensor:
         """Draft logits [..., V] to sampling probabilities, by the processors that read no text."""
