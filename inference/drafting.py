@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ..heads.base import DraftHead
@@ -26,7 +26,6 @@ class Drafting:
     acceptance: str
     """Name of the rule, or "auto"."""
     lossy: bool
-    sampling_rule: AcceptanceRule
     head: DraftHead | None = None
     """The head that drafts, as it was given; None if there is none."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -34,15 +33,14 @@ class Drafting:
     with_tree: Callable[[TreeSpec], BatchDrafter] | None = None
     """Makes a drafter of the same head or source with another tree."""
 
-    @classmethod
-    def by_rule(cls, drafter: BatchDrafter, acceptance: str, lossy: bool, **more: Any) -> Drafting:
-        """A drafter with the acceptance rule of this name.
+    def __post_init__(self) -> None:
+        """Refuse a rule that is not known, or does not fit the drafter's trees, by a ValueError."""
+        self.sampling_rule  # noqa: B018 - chosen now
 
-        Raises:
-            ValueError: an unknown rule, or one that does not fit the drafter's trees.
-        """
-        rule = choose_rule(acceptance, drafter.kind, lossy)
-        return cls(drafter, acceptance, lossy, rule, **more)
+    @cached_property
+    def sampling_rule(self) -> AcceptanceRule:
+        """The rule itself."""
+        return choose_rule(self.acceptance, self.drafter.kind, self.lossy)
 
     def for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
         """The same with another tree or rule; None keeps the present one."""
@@ -57,8 +55,7 @@ class Drafting:
         # A rule for sampled trees does not fit top-k trees, and the other way round.
         same_kind = drafter.kind == self.drafter.kind
         name = acceptance or (self.acceptance if same_kind else "auto")
-        rule = choose_rule(name, drafter.kind, self.lossy)
-        return replace(self, drafter=drafter, acceptance=name, sampling_rule=rule)
+        return replace(self, drafter=drafter, acceptance=name)
 
     @property
     def head_in_engine(self) -> DraftHead | None:
@@ -109,6 +106,4 @@ def drafting_for(
     for rows in model_rows(drafter):
         rows.use(target.engine)
     # 3. The rule, which must fit the drafter's trees.
-    return Drafting.by_rule(
-        drafter, acceptance, lossy, head=head, provenance=provenance, with_tree=with_tree
-    )
+    return Drafting(drafter, acceptance, lossy, head, provenance, with_tree)

@@ -125,7 +125,7 @@ class SpeculativeLM:
         """What watches every generation, see `RoundObserver`."""
         plan = NoDraft() if drafter is None else validated(drafter, target.info.vocab_size)
         target.check_layers(plan.feature_layers)
-        self.drafting = Drafting.by_rule(plan, acceptance, lossy)
+        self.drafting = Drafting(plan, acceptance, lossy)
         """What drafts, replaced as a whole."""
         self._drafting_by: Callable[[DraftHead | None], Drafting] | None = None
         """Makes what drafts by a head; None for a drafter that was given."""

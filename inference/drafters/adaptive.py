@@ -167,14 +167,26 @@ class AdaptiveDrafter(BatchDrafter):
         self.choice = choose(record)
         self._choice_ahead = None
 
-        if self.plain and self.choice.candidate == 0:
-            return NoDraft("slower").propose(roots_B)
-        tree = self.trees[self.choice.candidate - self.plain]
+        drafter = self._drafter_of(self.choice)
         # What the head has not read is timed apart. An accelerator would have to be waited for:
         # there, reading is part of the step.
-        if unread >= batch * TIMED_READING and roots_B.device.type == "cpu":
-            self._read(tree, unread, batch)
-        return tree.propose(roots_B)
+        if (
+            isinstance(drafter, HeadDrafter)
+            and unread >= batch * TIMED_READING
+            and roots_B.device.type == "cpu"
+            and not drafter.shrinks_to_root(batch)
+        ):
+            drafter.rows.catch_up()
+            now = self.clock()
+            self._read_seconds = (now - self._started) / unread
+            self._started = now
+        return drafter.propose(roots_B)
+
+    def _drafter_of(self, choice: Choice) -> BatchDrafter:
+        """What makes the trees of a step."""
+        if self.plain and choice.candidate == 0:
+            return NoDraft("slower")
+        return self.trees[choice.candidate - self.plain]
 
     def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:
         here = (self._sampling, len(roots_B))
@@ -185,23 +197,10 @@ class AdaptiveDrafter(BatchDrafter):
         number = self.choice.candidate
         usual = record.candidates[number].tokens
         choice = choose(after_step(record, self.choice, record.seconds(number), usual))
-        if self.plain and choice.candidate == 0:
-            proposed: DraftTree | None = NoDraft("slower").propose(roots_B)
-        else:
-            proposed = self.trees[choice.candidate - self.plain].propose_ahead(roots_B)
+        proposed = self._drafter_of(choice).propose_ahead(roots_B)
         if proposed is not None:
             self._choice_ahead = choice
         return proposed
-
-    def _read(self, tree: BatchDrafter, unread: int, batch: int) -> None:
-        """Let the head read so many tokens for a tree, and time it."""
-        assert isinstance(tree, HeadDrafter)
-        if tree.shrinks_to_root(batch):
-            return
-        tree.rows.catch_up()
-        now = self.clock()
-        self._read_seconds = (now - self._started) / unread
-        self._started = now
 
     def _seconds_to_read(self, record: Record, device: torch.device) -> float:
         """Expected seconds in which the head reads a token of a prompt."""

@@ -70,8 +70,6 @@ class Progress:
     """Prompts to read."""
     steps: list[PrefillChunk] = field(default_factory=list)
     """Tokens of rounds without drafts, one of each row, to read at once."""
-    pending: int = 0
-    """Tokens of a row in `chunks` and `steps`."""
     longest: int = 0
     """Tokens that the model has read of any row, at most."""
     skipped: int = 0
@@ -81,6 +79,16 @@ class Progress:
     `observe`."""
     noted: PrefillChunk | None = None
     """The pairs of such a round if it is a plain step; they go to `steps` at its `observe`."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a row in `chunks`."""
+        return sum(chunk.tokens_BT.shape[1] for chunk in self.chunks)
+
+    @property
+    def pending(self) -> int:
+        """Tokens of a row in `chunks` and `steps`."""
+        return self.prompt_tokens + len(self.steps)
 
 
 class ModelRows:
@@ -169,9 +177,7 @@ class ModelRows:
         if self.read_last is None or not progress.empty:
             return progress.pending
         # Before the model has read anything, the prompt is cut to its last `read_last` tokens.
-        steps = len(progress.steps)
-        prompt_tokens = progress.pending - steps
-        return min(prompt_tokens, self.read_last) + steps
+        return min(progress.prompt_tokens, self.read_last) + len(progress.steps)
 
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
@@ -240,7 +246,6 @@ class ModelRows:
         """Read a chunk of the prompts, or keep it to be read later."""
         self._join_steps()  # steps of a conversation's previous turn
         self.progress.chunks.append(chunk)
-        self.progress.pending += chunk.tokens_BT.shape[1]
         # Skipping may free enough; if not, even a lazy model reads now.
         if self.progress.pending > PENDING_TOKENS:
             self._skip()
@@ -280,7 +285,6 @@ class ModelRows:
             self._join_steps()
             first = (slice(None), slice(most))
             self.progress.chunks.append(pairs.of(first, pairs.lengths_B.clamp(max=most)))
-        self.progress.pending += most
         if self.progress.pending > PENDING_TOKENS:
             self.catch_up()
 
@@ -348,7 +352,6 @@ class ModelRows:
         steps = self.progress.steps
         self.progress.chunks = []
         self.progress.steps = []
-        self.progress.pending = 0
         for chunk in chunks:
             self._read(chunk)
         # The newest step is read alone: the state then has the same shape, one token of each row,
@@ -369,11 +372,9 @@ class ModelRows:
             [1, 0]             [0, 0]          [0, 0]          [0, 0]
         """
         progress = self.progress
-        if (
-            self.read_last is None
-            or not progress.empty
-            or progress.pending - len(progress.steps) <= self.read_last
-        ):
+        if self.read_last is None or not progress.empty:
+            return
+        if progress.prompt_tokens <= self.read_last:
             return
         lengths_B = torch.stack([chunk.lengths_B for chunk in progress.chunks]).sum(0)
         left_B = (lengths_B - self.read_last).clamp(min=0)
@@ -385,7 +386,6 @@ class ModelRows:
             if rest.tokens_BT.shape[1] > 0:
                 chunks.append(rest)
         progress.chunks = chunks
-        progress.pending = len(progress.steps) + sum(chunk.tokens_BT.shape[1] for chunk in chunks)
 
     def _read(self, chunk: PrefillChunk) -> None:
         """Run the model on a chunk, at most `CHUNK_TOKENS` of each row at a time."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ from ...heads.base import DraftHead
 from ...heads.eagle3 import FusionLayer
 from ...heads.layers.constants import counting
 from ...heads.layers.decoder_layer import DecoderLayer
-from ...heads.layers.draft_cache import KVEntries
 from ...heads.layers.fused import add_norm, rotary_store, silu_product
 from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
 from ...heads.layers.tree_slots import has_tree_kernel
+from ..cache.kv_cache import TreeCache
 from ..targets.changes import has_hooks
 from ..targets.target_model import TargetModel
 from ..targets.twin import twin_of
@@ -55,21 +55,15 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 another order."""
 
 
-class States(Protocol):
-    """Keys and values [B, G, S, E] of each layer, and the slots [B, N] of new ones."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    slots_BN: Tensor
-
-
 @dataclass
 class LayerStates:
-    """`States` of a forward that keeps none of them."""
+    """In place of a KV cache, for a forward that keeps no states."""
 
     keys: list[Tensor]
+    """Of each layer, [B, G, S, E]."""
     values: list[Tensor]
     slots_BN: Tensor
+    """Slots of the new entries."""
 
 
 class FusedDecoder:
@@ -83,7 +77,7 @@ class FusedDecoder:
         tokens_BN: Tensor,
         positions_BN: Tensor,
         attend: dict[str, Attend],
-        states: States,
+        states: TreeCache | LayerStates,
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -299,80 +293,47 @@ class FusedBlock(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
-        if isinstance(self.layer, FusionLayer):
+        layer = self.layer
+        attention = layer.self_attn
+        if isinstance(layer, FusionLayer):
             embeds_BTD, state_BTD, rotary, kv = inputs
-            return self._fused(self.layer, embeds_BTD, state_BTD, rotary, kv)
-        x_BTD, rotary, kv, number = inputs
-        return self._plain(self.layer, x_BTD, rotary, kv, number)
-
-    def _fused(
-        self,
-        layer: FusionLayer,
-        embeds_BTD: Tensor,
-        state_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        kv: KVEntries,
-    ) -> Tensor:
-        # EAGLE-3's layer reads the token's embedding and the state side by side, 2 D wide.
+            number = 0  # it is its head's first layer
+        else:
+            state_BTD, rotary, kv, number = inputs
         if kv.sees is None:  # attention by a mask, which the tree kernel does not take
-            return layer(embeds_BTD, state_BTD, rotary, kv)
-        normed_embeds_BTD, _ = add_norm(embeds_BTD, None, norm_of(layer.input_layernorm))
-        normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.hidden_norm))
-        both = torch.cat([normed_embeds_BTD, normed_BTD], dim=-1)
-        out_BTD = attention_output(layer, both, rotary, kv, 0)  # it is its head's first layer
-        residual_BTD = normed_BTD if layer.norm_before_residual else state_BTD
-        return after_attention(layer, residual_BTD, out_BTD)
+            return layer(*inputs)
 
-    def _plain(
-        self,
-        layer: DecoderLayer,
-        x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        kv: KVEntries,
-        number: int,
-    ) -> Tensor:
-        if kv.sees is None:  # as above
-            return layer(x_BTD, rotary, kv, number)
-        normed_BTD = x_BTD  # some heads' first layer has no input norm
-        if not isinstance(layer.input_layernorm, nn.Identity):
-            normed_BTD, _ = add_norm(x_BTD, None, norm_of(layer.input_layernorm))
-        out_BTD = attention_output(layer, normed_BTD, rotary, kv, number)
-        return after_attention(layer, x_BTD, out_BTD)
+        # 1. What the attention reads. EAGLE-3's layer reads the token's embedding and the state
+        #    side by side, 2 D wide; some heads' first layer has no input norm.
+        residual_BTD = state_BTD
+        if isinstance(layer, FusionLayer):
+            normed_embeds_BTD, _ = add_norm(embeds_BTD, None, norm_of(layer.input_layernorm))
+            normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.hidden_norm))
+            if layer.norm_before_residual:
+                residual_BTD = normed_BTD
+            normed_BTD = torch.cat([normed_embeds_BTD, normed_BTD], dim=-1)
+        elif isinstance(layer.input_layernorm, nn.Identity):
+            normed_BTD = state_BTD
+        else:
+            normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.input_layernorm))
 
-
-def attention_output(
-    layer: DecoderLayer | FusionLayer,
-    normed_BTD: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    kv: KVEntries,
-    number: int,
-) -> Tensor:
-    """The output of a head layer's attention; stores new keys and values, with NaN and inf as 0."""
-    slots_BT = kv.slots_BT
-    if slots_BT is None:  # the same in all rows: T slots from `first` on
-        slots_BT = counting(normed_BTD.shape[1], normed_BTD.device, kv.first).expand(
-            len(normed_BTD), -1
+        # 2. Attention. New keys and values are stored with NaN and inf as 0.
+        slots_BT = kv.slots_BT
+        if slots_BT is None:  # the same in all rows: T slots from `first` on
+            batch, new, _ = state_BTD.shape
+            slots_BT = counting(new, state_BTD.device, kv.first).expand(batch, -1)
+        keys_BGSE = kv.cache.keys[number]
+        values_BGSE = kv.cache.values[number]
+        place = Place(keys_BGSE, values_BGSE, slots_BT, finite=True)
+        query_BHTE = rotary_store(
+            projected(attention, normed_BTD), rotary, place, attention_norms(layer)
         )
-    keys_BGSE = kv.cache.keys[number]
-    values_BGSE = kv.cache.values[number]
-    place = Place(keys_BGSE, values_BGSE, slots_BT, finite=True)
-    query_BHTE = rotary_store(
-        projected(layer.self_attn, normed_BTD), rotary, place, attention_norms(layer)
-    )
-    assert kv.sees is not None
-    attended_BTHE = attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees)
-    return layer.self_attn.o_proj(attended_BTHE.flatten(2))
+        attended_BTHE = attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees)
+        out_BTD = attention.o_proj(attended_BTHE.flatten(2))
 
-
-def after_attention(
-    layer: DecoderLayer | FusionLayer, residual_BTD: Tensor, out_BTD: Tensor
-) -> Tensor:
-    """Return the residual stream after a head layer.
-
-    It is computed from the stream before the layer and its attention's output.
-    """
-    normed_BTD, x_BTD = add_norm(residual_BTD, out_BTD, norm_of(layer.post_attention_layernorm))
-    return x_BTD + mlp_output(layer.mlp, normed_BTD)
+        # 3. MLP.
+        normed_BTD, x_BTD = add_norm(residual_BTD, out_BTD, norm_of(layer.post_attention_layernorm))
+        return x_BTD + mlp_output(layer.mlp, normed_BTD)
 
 
 def fused_head(head: DraftHead) -> DraftHead:

@@ -437,10 +437,9 @@ def replace_ended(call: ObservedCall, cache: TreeCache, roots_B: Tensor) -> Tens
     """
     sequences = call.sequences
     # 1. Waiting rows get the slots of ended ones. A loop: a row may end with its first token.
-    while sequences.leaving and sequences.waiting:
-        slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
+    while (leaving := sequences.leaving) and sequences.waiting:
+        slots = [slot for slot, row in enumerate(sequences.active) if row in leaving]
         slots = slots[: len(sequences.waiting)]
-        sequences.leaving -= {sequences.active[slot] for slot in slots}
         slot_of = {sequences.waiting.popleft(): slot for slot in slots}
         for rows in similar_lengths(sequences, [*slot_of], call.target):
             group = [slot_of[row] for row in rows]
@@ -450,8 +449,7 @@ def replace_ended(call: ObservedCall, cache: TreeCache, roots_B: Tensor) -> Tens
     if not sequences.leaving:
         return roots_B
     # 2. No row waits any more: only rows that have not ended keep a slot, if any are left.
-    ended = sequences.leaving | sequences.idle
-    sequences.leaving = set()
+    ended = sequences.ended
     live_slots = [slot for slot, row in enumerate(sequences.active) if row not in ended]
     if not live_slots:
         sequences.active = []

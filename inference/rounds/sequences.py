@@ -54,8 +54,6 @@ class Sequences:
         """Rows that have not begun."""
         self.ended: set[int] = set()
         """Rows of the call that have ended."""
-        self.leaving: set[int] = set()
-        """Rows that have ended and are still in the batch."""
         self.idle: set[int] = set()
         """Rows that have ended and keep their slots in the batch, so that its size stays. What is
         computed for them is dropped."""
@@ -70,6 +68,11 @@ class Sequences:
         appended yet."""
         self._shown_scores: list[tuple[Tensor, ...]] = [() for _ in prompts]
         """For each row, the scores [1, V] of its new tokens, as stopping criteria see them."""
+
+    @property
+    def leaving(self) -> set[int]:
+        """Rows that have ended and are still decoded in the batch."""
+        return (self.ended & {*self.active}) - self.idle
 
     @property
     def tokens(self) -> int:
@@ -182,7 +185,6 @@ class Sequences:
         for count in range(1, len(tokens) + 1):
             if self.ends(row, tokens[:count], scores_of):
                 self.ended.add(row)
-                self.leaving.add(row)
                 break
         self.rows[row] += tokens[:count]
         self._answers.pop(row, None)
