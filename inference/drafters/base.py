@@ -118,36 +118,6 @@ class Drafter(Protocol):
         return None
 
 
-@runtime_checkable
-class Begins(Protocol):
-    """A drafter that wants to know when a generation begins."""
-
-    def begin(self, context: DraftContext) -> None:
-        """Forget the last generation and begin another."""
-
-
-@runtime_checkable
-class ReadsPrompts(Protocol):
-    """A drafter that reads the prompts."""
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        """Read a chunk of the prompts; the last one ends with the token that the target chose."""
-
-
-@runtime_checkable
-class KeepsRows(Protocol):
-    """A drafter with a state of each row."""
-
-    def select(self, rows_R: Tensor) -> None:
-        """Keep only these rows [R], in this order: of rows a, b, c, [2, 0] keeps c, a.
-
-        An index may repeat: `replace` then overwrites the copies.
-        """
-
-    def replace(self, rows_R: Tensor, other: Any) -> None:
-        """Overwrite these rows by those of another drafter, which has read their prompts."""
-
-
 class BatchDrafter(Drafter):
     """A drafter as the decoding loop calls it.
 
@@ -270,44 +240,6 @@ class NoDraft(BatchDrafter):
 
     def propose_ahead(self, roots_B: Tensor) -> DraftTree:
         return self.propose(roots_B)
-
-
-class NewestTokens:
-    """Each row's newest token, the root of its next tree, on the host."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.idle: set[int] = set()
-        """Slots of rows that have ended and keep their slot. Their roots go on changing on the
-        device, not here."""
-
-    def begin(self, context: DraftContext) -> None:
-        self.tokens = [0] * context.batch_size
-        self.idle = set()
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        next_tokens = chunk.next_tokens_BT.tolist()  # sync: once for 2048 tokens of the prompts
-        lengths = chunk.lengths_B.tolist()
-        for row, length in enumerate(lengths):
-            # Of length 0 are rows whose prompts ended in an earlier chunk.
-            if length > 0:
-                self.tokens[row] = next_tokens[row][length - 1]
-
-    def observe(self, finished: Round) -> None:
-        self.idle = finished.idle
-        for row, emitted in enumerate(finished.tokens):
-            if emitted:
-                self.tokens[row] = emitted[-1]
-
-    def select(self, rows_R: Tensor) -> None:
-        rows = rows_R.tolist()  # sync: when rows have ended
-        self.tokens = [self.tokens[row] for row in rows]
-        # With rows 1 and 3 idle, the selection [3, 0, 2] leaves {0}.
-        self.idle = {slot for slot, row in enumerate(rows) if row in self.idle}
-
-    def replace(self, rows_R: Tensor, other: NewestTokens) -> None:
-        self.tokens = replaced_rows(self.tokens, rows_R, other.tokens)
-        self.idle -= set(rows_R.tolist())
 
 
 def selected_rows(values: Sequence[Value], rows_R: Tensor) -> list[Value]:

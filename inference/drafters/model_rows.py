@@ -31,7 +31,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -144,6 +144,9 @@ class ModelRows:
         self._engine = engine
         if isinstance(self.model, DraftHead):
             self.model = engine.draft_head(self.model)
+            # The target's LM head, which the head drafts with, as the engine runs it.
+            lm_head = cast(Any, engine.lm_head)
+            self.modules = dataclasses.replace(self.modules, lm_head=lm_head)
             # Inside a replayed draft nothing can be shown to a watcher.
             self.runner = engine.runner if self._watcher is None else Runner()
         elif isinstance(self.model, AssistantModel):

@@ -12,22 +12,12 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from ..trees.tree import DraftTree
-from .base import (
-    BatchDrafter,
-    Begins,
-    DraftContext,
-    Drafter,
-    KeepsRows,
-    NewestTokens,
-    NoDraft,
-    PrefillChunk,
-    ReadsPrompts,
-)
+from .base import BatchDrafter, DraftContext, Drafter, NoDraft, PrefillChunk, replaced_rows
 from .round import Round
 
 
@@ -64,7 +54,9 @@ class ValidatedDrafter(BatchDrafter):
                 f"a drafter of your own must make top-k drafts, and {name} says that they are"
                 f" {kind!r}: with wrong draft probabilities the output would not be the target's"
             )
-        self.drafter = drafter
+        self.drafter: Any = drafter
+        self.keeps_rows = hasattr(drafter, "select") and hasattr(drafter, "replace")
+        """Whether it has a state of each row."""
         self.vocab_size = vocab_size
         self.max_nodes = drafter.max_nodes
         self.feature_layers = getattr(drafter, "feature_layers", ())
@@ -78,24 +70,23 @@ class ValidatedDrafter(BatchDrafter):
     def begin(self, context: DraftContext) -> None:
         self.failed = False
         self._newest.begin(context)
-        if isinstance(self.drafter, Begins):
+        if hasattr(self.drafter, "begin"):
             with self._fence():
                 self.drafter.begin(context)
 
     def prefill(self, chunk: PrefillChunk) -> None:
         self._newest.prefill(chunk)
-        if isinstance(self.drafter, ReadsPrompts) and not self.failed:
+        if hasattr(self.drafter, "prefill") and not self.failed:
             with self._fence():
                 self.drafter.prefill(chunk)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         if not self.failed:
             with self._fence():
-                tree = self.drafter.propose(roots_B)
+                tree: DraftTree = self.drafter.propose(roots_B)
                 # Of an idle row the host does not know the newest token: any root is right.
-                newest = self._newest
-                roots: list[int | None] = list(newest.tokens)
-                for row in newest.idle:
+                roots: list[int | None] = list(self._newest.tokens)
+                for row in self._newest.idle:
                     roots[row] = None
                 check_tree(tree, roots, self.max_nodes, self.vocab_size)
                 return tree.to(roots_B.device)
@@ -110,14 +101,14 @@ class ValidatedDrafter(BatchDrafter):
 
     def select(self, rows_R: Tensor) -> None:
         self._newest.select(rows_R)
-        if isinstance(self.drafter, KeepsRows) and not self.failed:
+        if self.keeps_rows and not self.failed:
             with self._fence():
                 self.drafter.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
         self._newest.replace(rows_R, other._newest)
         self.failed = self.failed or other.failed
-        if isinstance(self.drafter, KeepsRows) and not self.failed:
+        if self.keeps_rows and not self.failed:
             with self._fence():
                 self.drafter.replace(rows_R, other.drafter)
 
@@ -136,6 +127,44 @@ class ValidatedDrafter(BatchDrafter):
                 f"the drafter {name} failed; the rest is decoded without drafts: {error!r}",
                 stacklevel=4,
             )
+
+
+class NewestTokens:
+    """Each row's newest token, the root of its next tree, on the host."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.idle: set[int] = set()
+        """Slots of rows that have ended and keep their slot. Their roots go on changing on the
+        device, not here."""
+
+    def begin(self, context: DraftContext) -> None:
+        self.tokens = [0] * context.batch_size
+        self.idle = set()
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        next_tokens = chunk.next_tokens_BT.tolist()  # sync: once for 2048 tokens of the prompts
+        lengths = chunk.lengths_B.tolist()
+        for row, length in enumerate(lengths):
+            # Of length 0 are rows whose prompts ended in an earlier chunk.
+            if length > 0:
+                self.tokens[row] = next_tokens[row][length - 1]
+
+    def observe(self, finished: Round) -> None:
+        self.idle = finished.idle
+        for row, emitted in enumerate(finished.tokens):
+            if emitted:
+                self.tokens[row] = emitted[-1]
+
+    def select(self, rows_R: Tensor) -> None:
+        rows = rows_R.tolist()  # sync: when rows have ended
+        self.tokens = [self.tokens[row] for row in rows]
+        # With rows 1 and 3 idle, the selection [3, 0, 2] leaves {0}.
+        self.idle = {slot for slot, row in enumerate(rows) if row in self.idle}
+
+    def replace(self, rows_R: Tensor, other: NewestTokens) -> None:
+        self.tokens = replaced_rows(self.tokens, rows_R, other.tokens)
+        self.idle -= set(rows_R.tolist())
 
 
 def check_tree(tree: DraftTree, roots: list[int | None], max_nodes: int, vocab_size: int) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,23 +49,6 @@ from .fused_decoder import RowReader, row_reader
 from .model_engine import ModelEngine
 from .stateful import StatefulEngine
 from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
-
-
-class CurrentLMHead(nn.Module):
-    """A target's current LM head, for a drafter that holds it while the target is (re)compiled."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        self.target = target
-
-    @property
-    def weight(self) -> Tensor:
-        return self.target.modules.lm_head.weight
-
-    def forward(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.target.engine.lm_head(states)
-        return logits
-
 
 SIMILAR = 0.75
 """Sequences of packed rows that are read together are at least this share of the longest."""
@@ -248,12 +231,8 @@ class Target(TargetModel):
 
     @property
     def draft_modules(self) -> TargetModules:
-        """The target's parts that heads draft with.
-
-        The LM head is always that of the current engine.
-        """
-        lm_head: Any = CurrentLMHead(self)
-        return replace(self.modules, lm_head=lm_head)
+        """The target's parts that heads draft with, the LM head as the present engine runs it."""
+        return replace(self.modules, lm_head=cast(Any, self.engine.lm_head))
 
     @property
     def version(self) -> tuple[Hashable, ...]:
