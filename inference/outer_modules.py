@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -201,13 +201,7 @@ class BlocksInFiles(Sequence[nn.Module]):
     def __len__(self) -> int:
         return len(self._empty)
 
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module]: ...
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> nn.Module:  # type: ignore[override]  # no slices
         return self._target.read_block(self._empty[index])
 
 

@@ -89,9 +89,17 @@ def make_drafter(
     # 3. A history that takes turns with it, beside a head also where none is named.
     if head is not None and spec is None and adaptive and drafter.kind == "top_k":
         spec = History()
-    if isinstance(spec, History):
-        return _with_history(spec, drafter, target, adaptive, earlier, head)
-    return drafter
+    if not isinstance(spec, History):
+        return drafter
+    return HistoryDrafter(
+        spec.nodes,
+        spec.length,
+        earlier if spec.earlier else None,
+        None if spec.folder is None else TextIndex.of(_corpus(spec.folder, target)),
+        drafter,
+        measured_costs(target, head) if adaptive else None,
+        path_only=chains_alone(target),
+    )
 
 
 def _with_plain_steps(drafter: BatchDrafter, adaptive: bool) -> BatchDrafter:
@@ -104,29 +112,6 @@ def _with_plain_steps(drafter: BatchDrafter, adaptive: bool) -> BatchDrafter:
         return drafter
     # Several trees were named: the same choice, with plain steps.
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
-
-
-def _with_history(
-    spec: History,
-    other: BatchDrafter,
-    target: Target,
-    adaptive: bool,
-    earlier: TextIndex | None,
-    head: DraftHead | None,
-) -> HistoryDrafter:
-    """A history that takes turns with another drafter."""
-    corpus = None
-    if spec.folder is not None:
-        corpus = TextIndex.of(_corpus(spec.folder, target))
-    return HistoryDrafter(
-        spec.nodes,
-        spec.length,
-        earlier if spec.earlier else None,
-        corpus,
-        other,
-        measured_costs(target, head) if adaptive else None,
-        path_only=chains_alone(target),
-    )
 
 
 def check_chains(target: Target, tree: TreeSpec) -> None:

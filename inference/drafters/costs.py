@@ -191,25 +191,18 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     return RoundCosts(forward, taken["draft"] / depth, reading=reading)
 
 
-def timed_trees(head: DraftHead) -> tuple[DynamicShape, DynamicShape, DynamicShape]:
-    """Return trees by whose rounds drafting is timed.
+def timed_trees(head: DraftHead) -> list[DynamicShape]:
+    """Trees by whose rounds drafting is timed.
 
     They are a shallow tree, a deeper one, and one that expands more nodes.
     """
-    depth = min(head.max_depth, DEPTH)
-    narrow = min(TIMED_WIDTHS[0], head.draft_vocab_size)
-    wide = min(TIMED_WIDTHS[1], head.draft_vocab_size)
-    return (
-        _timed_tree(1, narrow),
-        _timed_tree(depth, narrow),
-        _timed_tree(depth, wide),
-    )
-
-
-def _timed_tree(depth: int, width: int) -> DynamicShape:
-    """A tree of `TIMED_NODES`, or of all the nodes that it can have."""
-    most = 1 + width + (depth - 1) * width**2
-    return DynamicShape(min(TIMED_NODES, most), depth, width)
+    narrow, wide = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
+    deep = min(head.max_depth, DEPTH)
+    trees = []
+    for depth, width in ((1, narrow), (deep, narrow), (deep, wide)):
+        most = 1 + width + (depth - 1) * width**2  # nodes that it can have
+        trees.append(DynamicShape(min(TIMED_NODES, most), depth, width))
+    return trees
 
 
 def costs_of_rounds(

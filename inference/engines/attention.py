@@ -198,19 +198,9 @@ def causal_attention(
             scale=scale,
             enable_gqa=grouped,
         )
-    return _causal_in_blocks(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
-
-
-def _causal_in_blocks(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None, grouped: bool
-) -> Tensor:
-    """Block by block of queries, each of which reads only the keys that it needs.
-
-    A block's mask begins at an address of its own: kernels on CUDA require a multiple of 16 bytes,
-    and a slice of a larger mask begins anywhere.
-    """
-    queries = query_BHNE.shape[2]
-    slots = key_BGSE.shape[2]
+    # Block by block of queries, each of which reads only the keys that it needs. A block's mask
+    # begins at an address of its own: kernels on CUDA require a multiple of 16 bytes, and a slice
+    # of a larger mask begins anywhere.
     outputs = []
     for first in range(0, queries, BLOCK):
         block = query_BHNE[:, :, first : first + BLOCK]

@@ -91,7 +91,6 @@ class Engine(ABC):
 
     name: str
     """What the speed of its forwards depends on besides model and device."""
-    least_padding = LEAST_PADDING
     pads_prompts = True
     """Whether prompts of different lengths may be read together, the shorter ones padded."""
     copies_weights = False
@@ -108,6 +107,8 @@ class Engine(ABC):
     def __init__(self, target: TargetModel) -> None:
         self.target = target
         self.runner = Runner()
+        on_cpu = target.device.type == "cpu"
+        self.least_padding = PADDING_ON_CPU if on_cpu else LEAST_PADDING
         self.mode = False
         """The argument by which `chosen_engine` chose it, set by the target."""
 

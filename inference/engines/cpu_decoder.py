@@ -25,7 +25,7 @@ from ..targets.changes import WeightWatch
 from ..targets.prompt_inputs import in_one_dimension
 from ..targets.target_model import TargetModel
 from ..trees.tree import NewNodes
-from .base import PADDING_ON_CPU, Engine, TargetOutput
+from .base import Engine, TargetOutput
 from .cpu_kernels import (
     PackedLinear,
     Weights,
@@ -304,7 +304,6 @@ class CpuEngine(Engine):
 
     copies_weights = True
     features_are_free = True
-    least_padding = PADDING_ON_CPU
 
     def __init__(self, target: TargetModel, known: KnownDecoder) -> None:
         """Pack the weights of a target's decoder."""

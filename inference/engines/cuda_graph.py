@@ -91,22 +91,19 @@ class CudaGraph:
         gc.disable()
         try:
             with torch.cuda.stream(self.stream):
-                return self._recorded(call)
+                # thread_local: other threads may go on using the device.
+                self.graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    result = call()
+                except BaseException:
+                    with suppress(RuntimeError):  # the first error says what went wrong
+                        self.graph.capture_end()
+                    raise
+                self.graph.capture_end()
+                return result
         finally:
             if collects:
                 gc.enable()
-
-    def _recorded(self, call: Callable[[], Any]) -> Any:
-        # thread_local: other threads may go on using the device.
-        self.graph.capture_begin(self.pool, capture_error_mode="thread_local")
-        try:
-            result = call()
-        except BaseException:
-            with suppress(RuntimeError):  # the first error says what went wrong
-                self.graph.capture_end()
-            raise
-        self.graph.capture_end()
-        return result
 
     def replay(self) -> None:
         self.graph.replay()

@@ -33,8 +33,6 @@ from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .attention import PlanlessRunner, TreeAttention, attending_copy
 from .base import (
-    LEAST_PADDING,
-    PADDING_ON_CPU,
     Engine,
     Runner,
     TargetOutput,
@@ -80,7 +78,6 @@ class ModelEngine(Engine):
         """
         super().__init__(target)
         self.on_cpu = target.device.type == "cpu"
-        self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
         self.flex = model.config._attn_implementation == "flex_attention"
         self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())

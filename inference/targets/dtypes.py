@@ -91,14 +91,18 @@ def chosen_dtype(
     # 2. "fastest": measured, and told if it is another than the checkpoint's.
     if dtype == "fastest":
         own, config = own_dtype(source, revision, options)
-        fastest = fastest_dtype(own, config, on_cpu, options or {})
-        if fastest != own:
-            log_once(
-                f"{source} runs in {dtype_name(fastest)}, as exact as its checkpoint's"
-                f" {dtype_name(own)} and not slower on this CPU; dtype='auto' takes the"
-                " checkpoint's"
-            )
-        return fastest
+        quantized = getattr(config, "quantization_config", None)
+        quantized = quantized or (options or {}).get("quantization_config")
+        if config is None or quantized or own not in HALVES or not on_cpu:
+            return own
+        # Float32 must be as fast, which takes a second to measure, and fit in memory.
+        if against_float32(own) < 1 or not fits(config):
+            return own
+        log_once(
+            f"{source} runs in float32, as exact as its checkpoint's {dtype_name(own)} and not"
+            " slower on this CPU; dtype='auto' takes the checkpoint's"
+        )
+        return torch.float32
 
     # 3. A named dtype is taken, with a warning if it is slow here.
     named = dtype_named(dtype)
@@ -106,21 +110,6 @@ def chosen_dtype(
         own, _ = own_dtype(source, revision, options)
         warn_if_slow(named, own)
     return named
-
-
-def fastest_dtype(
-    own: torch.dtype, config: PreTrainedConfig | None, on_cpu: bool, options: dict[str, Any]
-) -> torch.dtype:
-    """Return the checkpoint's own dtype, or float32 if a CPU is at least as fast with it.
-
-    Float32 must also fit in memory.
-    """
-    quantized = getattr(config, "quantization_config", None) or options.get("quantization_config")
-    if config is None or quantized or own not in HALVES or not on_cpu:
-        return own
-    if against_float32(own) < 1:  # measured last, since it takes a second
-        return own
-    return torch.float32 if fits(config) else own
 
 
 @cache
