@@ -1,10 +1,9 @@
 """How a target's forwards run: transformers as it is, CUDA graphs, or our CPU kernels.
 
-target           a model with its engine, as users hold it
+target           a model with its engine, as users hold it; the choice of the engine
 encoder_decoder  a target with an encoder
 trial            whether trees get the model's own logits, tried before the first token
 base             the interface, and `Runner`, which runs a function of tensors
-by_device        the choice of an engine
 model_engine     forwards of the transformers model over a tree
 masks            what the nodes of a tree attend to
 attention        their attention; on a GPU heads.layers.tree_kernel attends to trees
