@@ -182,8 +182,9 @@ class Engine(ABC):
         # 2. Let the model prepare its inputs as for the first step of `generate`.
         kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
         arguments = {**inputs, "use_cache": True, target.cache_interface.name: cache}
+        arguments["logits_to_keep"] = kept_K
         prepared = self.model.prepare_inputs_for_generation(
-            tokens_1T, is_first_iteration=True, **arguments, logits_to_keep=kept_K
+            tokens_1T, is_first_iteration=True, **arguments
         )
         indices = target.hidden_state_indices(layers)
         output = self.model(**prepared, output_hidden_states=sorted(set(indices)) or False)

@@ -24,13 +24,12 @@ One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing
 target says "sat" after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is
 emitted, and "a" is the next root.
 
-The same steps run on every device; the engine decides how (`engines.target.chosen_engine`). On a GPU its
-runner records four functions at their second call and replays them (`engines.cuda_graph`): the
-draft, the target's forward, the verdict with the compaction of the cache, and the head's `observe`.
-Step 8, and step 1 of the next round, are then launched within step 6, before the host knows the
-tokens (`observe_ahead`); in a plain round, in which nothing is drafted, step 3 of the next one is,
-too. On a CPU nothing is recorded; the forward and the head's layers are
-C++.
+The same steps run on every device; the engine decides how (`engines.target.chosen_engine`). On a
+GPU its runner records four functions at their second call and replays them (`engines.cuda_graph`):
+the draft, the target's forward, the verdict with the compaction of the cache, and the head's
+`observe`. Step 8, and step 1 of the next round, are then launched within step 6, before the host
+knows the tokens (`observe_ahead`); in a plain round, in which nothing is drafted, step 3 of the next
+one is, too. On a CPU nothing is recorded; the forward and the head's layers are C++.
 
 Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the
 chosen layers' features.
