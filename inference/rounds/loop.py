@@ -28,8 +28,8 @@ The same steps run on every device; the engine decides how (`engines.target.chos
 GPU its runner records four functions at their second call and replays them (`engines.cuda_graph`):
 the draft, the target's forward, the verdict with the compaction of the cache, and the head's
 `observe`. Step 8, and step 1 of the next round, are then launched within step 6, before the host
-knows the tokens (`observe_ahead`); in a plain round, in which nothing is drafted, step 3 of the next
-one is, too. On a CPU nothing is recorded; the forward and the head's layers are C++.
+knows the tokens (`observe_ahead`); in a plain round, in which nothing is drafted, step 3 of the
+next one is, too. On a CPU nothing is recorded; the forward and the head's layers are C++.
 
 Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the
 chosen layers' features.
