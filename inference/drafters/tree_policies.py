@@ -396,7 +396,7 @@ class DynamicTree(HeadDrafter):
         depth = min(self.depth, size - 1)  # a deeper node could not be in the tree
         gumbel_BKD = self.gumbel_noise(depth)
         state = self.rows.catch_up()
-        fixed = (size, depth, _root(roots_B.device))
+        fixed = (size, depth)
         tokens_BN, parents_BN = self.rows.runner(self.draft, fixed, state, roots_B, gumbel_BKD)
         sizes_B = counting(1, roots_B.device, tokens_BN.shape[1]).expand(len(roots_B))
         return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
@@ -405,7 +405,6 @@ class DynamicTree(HeadDrafter):
         self,
         size: int,
         depth: int,
-        root: tuple[Tensor, ...],
         state: ModelState,
         roots_B: Tensor,
         gumbel_BKD: Tensor | None,
@@ -423,7 +422,7 @@ class DynamicTree(HeadDrafter):
             chosen            0     1     2      3
             its parent       -1     0     0      1
         """
-        tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD, root)
+        tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD)
         # 1. The best ones, put back into the order of the candidates. The sort is stable, so of
         #    equal values the shallower node comes first.
         best_first_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
@@ -440,15 +439,13 @@ class DynamicTree(HeadDrafter):
         roots_B: Tensor,
         depth: int,
         gumbel_BKD: Tensor | None = None,
-        root: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and values [B, 1 + C] of all nodes that are considered, level by level.
 
         The root comes first, with parent -1 and value inf. `draft` shows an example.
         """
         batch = len(roots_B)
-        if root is None:
-            root = _root(roots_B.device)
+        root = _root(roots_B.device)
         parents_BW, number_B1, value_B1 = (_for_rows(values_11, batch) for values_11 in root)
         # The frontier: the nodes that are expanded next, their tokens, their parents' indices in
         # the frontier before, and (`values_BW1`) their log-probabilities.

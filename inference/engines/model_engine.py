@@ -169,7 +169,10 @@ class ModelEngine(Engine):
         # 3. Keep the copy if every layer asked with our mask, for the expected grouping of heads.
         # For example 4 layers with 32 query and 8 key heads: asked == [4, 4, 4, 4].
         group = target.info.num_attention_heads // target.info.num_key_value_heads
-        if asked == [group] * self._attention_layers():
+        layers = len(self.state_shapes) // 2
+        if target.stateful is None:  # a layer may attend several times, or by the keys of another
+            layers = max(target.info.num_layers, layers)
+        if asked == [group] * layers:
             return True
         self._copy = before
         return False
@@ -179,10 +182,6 @@ class ModelEngine(Engine):
         cache = TreeCache(self.state_shapes, 1, self.target.device)
         cache.reserve(1, 0)
         return cache
-
-    def _attention_layers(self) -> int:
-        """Layers that attend; a block may have several, or use the keys of another."""
-        return max(self.target.info.num_layers, len(self.state_shapes) // 2)
 
     @cached_property
     def tree_kernel(self) -> bool:

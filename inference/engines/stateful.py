@@ -66,9 +66,6 @@ class StatefulEngine(ModelEngine):
         cache.tree_lanes(token_11, [[[0]]])  # one row with one path: the root
         return cache
 
-    def _attention_layers(self) -> int:
-        return len(self.state_shapes) // 2
-
     def read_chunk(
         self,
         tokens_BT: Tensor,
