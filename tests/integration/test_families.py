@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from headstart.heads import TargetFeatures, build_head
 from headstart.heads.objective import Objective
 from headstart.inference import Target, TreeShape
-from headstart.inference.engines.model_engine import in_window
+from headstart.inference.engines.masks import in_window
 
 VOCAB = 37
 WINDOW = 3
