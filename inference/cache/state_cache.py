@@ -202,7 +202,7 @@ class StateCache(TreeCache):
             if grown <= 0:  # nothing was committed, or the row is idle
                 continue
             last = grown - 1 if paths is None else paths[row][grown - 1]  # the last accepted node
-            source = self._lane_after(row, last, whole=self.recurrent)
+            source = self._lane_after(row, last)
             if source is None:  # every lane with that node has read more: what is new is pending
                 continue
             rows.append(row)
@@ -218,17 +218,17 @@ class StateCache(TreeCache):
         for layer in self.states:
             layer.forget()
 
-    def _lane_after(self, row: int, node: int, whole: bool) -> int | None:
+    def _lane_after(self, row: int, node: int) -> int | None:
         """Return the first lane of a row that contains this node; None if there is none.
 
-        With `whole`, the lane must also end at the node and have no padding.
+        With a recurrence, the lane must also end at the node and have no padding.
         """
         assert self.lanes is not None
         width = self.lanes.width
         for number, lane in enumerate(self.lanes.lanes):
             if lane.row != row or node not in lane.path:
                 continue
-            if not whole or (lane.path[-1] == node and len(lane.slots) == width):
+            if not self.recurrent or (lane.path[-1] == node and len(lane.slots) == width):
                 return number
         return None
 
@@ -246,8 +246,14 @@ class StateCache(TreeCache):
         There must be room for all nodes.
         """
         lengths: list[int] = self.lengths_B.tolist()
-        self._write_tokens(tokens_BN)
+        # 1. Note the tokens of the forward's slots.
         nodes = tokens_BN.shape[1]
+        if self.tokens_BS.shape[1] < self.capacity:
+            self.tokens_BS = _widened(self.tokens_BS, self.capacity)
+        slots_BN = self.lengths_B[:, None] + counting(nodes, tokens_BN.device)
+        self.tokens_BS.scatter_(1, slots_BN, tokens_BN)
+
+        # 2. The lanes, and for each node the first one that reads it.
         first_BN = [[0] * nodes for _ in lengths]
         index_BN = [[0] * nodes for _ in lengths]
         lanes: list[Lane] = []
@@ -346,13 +352,6 @@ class StateCache(TreeCache):
         # 3. States that the forward may overwrite.
         for layer in self.states:
             layer.hand_out(rows_R)
-
-    def _write_tokens(self, tokens_BN: Tensor) -> None:
-        """Note the tokens of the next forward's slots."""
-        if self.tokens_BS.shape[1] < self.capacity:
-            self.tokens_BS = _widened(self.tokens_BS, self.capacity)
-        slots_BN = self.lengths_B[:, None] + counting(tokens_BN.shape[1], tokens_BN.device)
-        self.tokens_BS.scatter_(1, slots_BN, tokens_BN)
 
     def compact(self, path_BA: Tensor) -> None:
         super().compact(path_BA)

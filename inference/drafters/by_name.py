@@ -30,12 +30,11 @@ from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
 from .datastore import read_datastore
 from .draft_model import AssistantModel, mask_token
-from .early_exit import EarlyExitChain
 from .history import HistoryDrafter
 from .model_rows import DraftModel, ModelRows
 from .specs import DrafterSpec, History, SmallerModel, drafter_spec
 from .text_index import SEPARATOR, TextIndex
-from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
+from .tree_policies import DynamicTree, EarlyExitChain, HeadDrafter, StaticTree, model_rows
 from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel

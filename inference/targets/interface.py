@@ -38,10 +38,10 @@ def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterfa
     # Keys of all layers, then values. Layers that use another's keys have none.
     states = [getattr(layer, "keys", None) for layer in cache.layers]
     states += [getattr(layer, "values", None) for layer in cache.layers]
-    return CacheInterface(name, [_shape(state, model) for state in states])
+    return CacheInterface(name, [shape_of(state, model) for state in states])
 
 
-def _shape(state: Tensor | None, model: PreTrainedModel) -> StateShape:
+def shape_of(state: Tensor | None, model: PreTrainedModel) -> StateShape:
     """Return the shape of a layer's keys or values; empty if it has none or uses another's."""
     if state is None:
         return StateShape(0, 0, model.dtype, model.device)

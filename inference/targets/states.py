@@ -21,8 +21,9 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...files import BROKEN, one_line
-from ..cache.kv_cache import CacheInterface, StateShape
+from ..cache.kv_cache import CacheInterface
 from ..cache.state_cache import RECURRENCE, WINDOW, CachedLayer, StatefulInterface
+from .interface import shape_of
 
 STATE_LAYERS = ("conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding")
 """transformers' names of layers with a state; older versions say mamba for linear_attention."""
@@ -116,10 +117,7 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
     layers = [_cached_layer(model, layer) for layer in cache_layers]
     attending = [layer for layer, known in zip(cache_layers, layers, strict=True) if known.has_keys]
     keys_and_values = [layer.keys for layer in attending] + [layer.values for layer in attending]
-    shapes = [
-        StateShape(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
-        for tensor in keys_and_values
-    ]
+    shapes = [shape_of(tensor, model) for tensor in keys_and_values]
     return StatefulInterface(CacheInterface(returned[0], shapes), layers)
 
 

@@ -14,8 +14,8 @@ from headstart.heads.by_name import build_objective
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
-from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.tree_policies import EarlyExitChain
 from headstart.inference.trees.sampling import RandomSampler
 from headstart.inference.trees.tree_spec import EarlyExitShape
 

@@ -7,7 +7,7 @@ import torch
 
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.drafters.early_exit import confidence
+from headstart.inference.drafters.tree_policies import confidence
 from headstart.inference.trees.tree_spec import EarlyExitShape, spec_of
 
 VOCAB = 20
