@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..cache.kv_cache import TreeCache
 from ..drafters.base import NoDraft
@@ -25,6 +24,7 @@ from ..engines.base import TargetOutput
 from ..engines.target import Target
 from ..trees.tree import DraftTree, path_from_root
 from ..trees.tree_spec import TreeKind, TreeShape
+from .observers import ObservedCall
 
 Cut = tuple[DraftTree, Sequence[int] | None]
 """The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for
@@ -157,20 +157,20 @@ def at_border(target: Target, lengths: list[int]) -> bool:
     )
 
 
-def reread(
-    target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, ...]
-) -> TargetOutput:
-    """Read a row's whole text again and return the output at its root.
+def reread(call: ObservedCall, cache: TreeCache) -> TargetOutput:
+    """Read the only row's whole text again and return the output at its root.
 
     The root, the newest token, stays uncommitted.
     """
+    target = call.target
+    text_T = call.sequences.text(call.sequences.active[0])
     # An empty cache is filled again from position 0 on.
     committed_B = cache.lengths_B
     cache.lengths_B = torch.zeros_like(committed_B)
     cache.prefilled = 0
     last = len(text_T) - 1
     output = target.engine.read_chunk(
-        text_T[None].to(target.device), len(text_T), cache, layers, [last]
+        text_T[None].to(target.device), len(text_T), cache, call.layers, [last]
     )
     # As after a round with the root alone: its entry is in the slot after the committed ones.
     cache.lengths_B = committed_B
@@ -178,34 +178,32 @@ def reread(
     return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
 
 
-def forward_without_spoiled(
-    target: Target,
-    shortest: int,
-    tree: DraftTree,
-    longest: int,
-    cache: TreeCache,
-    layers: tuple[int, ...],
-) -> TargetOutput:
+def forward_without_spoiled(call: ObservedCall, tree: DraftTree, cache: TreeCache) -> TargetOutput:
     """Run `Engine.forward_tree` on sampled drafts; those that would spoil others get NaN logits.
 
     A forward over each node's path alone tells which they are; in the tree the root's token stands
-    in their places. The shortest row has `shortest` committed tokens.
+    in their places.
     """
     assert tree.shape is not None  # of sampled trees
+    engine = call.target.engine
+    lengths = call.sequences.lengths
+    shortest = min(lengths) - 1  # committed tokens: all but the root
+    longest = max(lengths) - 1
     # 1. A node is spoiled if a forward over the path to it gives NaN.
     spoiled = []
     for node in range(tree.shape.size):
         path = path_from_root(tree.shape.parents, node)
         # NaN that the last forward left would spoil this one, too.
         cache.erase_uncommitted(shortest)
-        output = target.engine.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
+        output = engine.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
         spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))
     spoiled_BN = torch.stack(spoiled, dim=1)
     # 2. The root's token is known to be valid. The rule sees the drafted tokens, with NaN after
     #    them, and cuts the path there.
     tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
     cache.erase_uncommitted(shortest)
-    output = target.engine.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
+    replaced = replace(tree, tokens_BN=tokens_BN)
+    output = engine.forward_tree(replaced, longest, cache, call.layers)
     return replace(
         output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan)
     )

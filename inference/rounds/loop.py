@@ -329,17 +329,15 @@ def launch_ahead(call: ObservedCall, cache: TreeCache, finished: Round) -> Ahead
 
 def forward(call: ObservedCall, cache: TreeCache, tree: DraftTree) -> TargetOutput:
     """The target's output at all nodes of a tree, which it attends to."""
-    target = call.target
-    layers = call.layers
     lengths = call.sequences.lengths
     # Beyond some length the model computes even the old tokens differently: read them again.
-    if at_border(target, lengths):
-        return reread(target, call.sequences.text(call.sequences.active[0]), cache, layers)
-    longest = max(lengths) - 1  # committed tokens: all but the root
+    if at_border(call.target, lengths):
+        return reread(call, cache)
     # The second attempt at sampled drafts of which one spoiled the first.
     if tree.fallback == "not_finite" and tree.max_depth > 0:
-        return forward_without_spoiled(target, min(lengths) - 1, tree, longest, cache, layers)
-    return target.engine.forward_tree(tree, longest, cache, layers)
+        return forward_without_spoiled(call, tree, cache)
+    longest = max(lengths) - 1  # committed tokens: all but the root
+    return call.target.engine.forward_tree(tree, longest, cache, call.layers)
 
 
 def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> bool:
