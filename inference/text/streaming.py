@@ -24,9 +24,19 @@ def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
     rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
     streamer = QueueStreamer(rounds)
     process = os.getpid()
-    thread = threading.Thread(
-        target=_run, args=(generate, streamer), name="headstart stream", daemon=True
-    )
+
+    def run() -> None:
+        """Generate, and pass an error on to the thread that reads the tokens."""
+        try:
+            generate(streamer=streamer)
+        except StreamClosed:
+            pass
+        except BaseException as error:
+            rounds.put(error)
+        finally:
+            rounds.put(None)
+
+    thread = threading.Thread(target=run, name="headstart stream", daemon=True)
 
     def close() -> None:
         streamer.closed = True
@@ -37,41 +47,21 @@ def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
     atexit.register(close)
     thread.start()
     try:
-        while (tokens := _next_round(rounds, process)) is not None:
+        while True:
+            if os.getpid() != process:  # where nothing would come
+                raise ValueError(
+                    "this stream was begun before the process was forked, and its thread is not"
+                    " here: begin another one"
+                )
+            tokens = rounds.get()
+            if tokens is None:
+                return
             if isinstance(tokens, BaseException):
                 raise tokens
             yield tokens
     finally:
         atexit.unregister(close)
         close()
-
-
-def _next_round(
-    rounds: queue.Queue[list[int] | BaseException | None], process: int
-) -> list[int] | BaseException | None:
-    """The next item from the thread of a process.
-
-    Raises:
-        ValueError: this is another process, where nothing would come.
-    """
-    if os.getpid() != process:
-        raise ValueError(
-            "this stream was begun before the process was forked, and its thread is not here: begin"
-            " another one"
-        )
-    return rounds.get()
-
-
-def _run(generate: Callable[..., object], streamer: QueueStreamer) -> None:
-    """Generate, and pass an error on to the thread that reads the tokens."""
-    try:
-        generate(streamer=streamer)
-    except StreamClosed:
-        pass
-    except BaseException as error:
-        streamer.rounds.put(error)
-    finally:
-        streamer.rounds.put(None)
 
 
 class StreamClosed(Exception):
