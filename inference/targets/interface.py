@@ -146,18 +146,15 @@ def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) 
 def filled_cache(inputs: dict[str, Any]) -> Cache | None:
     """Return the KV cache with tokens among a forward's inputs, whatever its name, or None."""
     for value in inputs.values():
-        if isinstance(value, Cache) and _holds_tokens(value):
+        if not isinstance(value, Cache):
+            continue
+        # The cache of an encoder-decoder has no layers but two caches, and knows its length. One of
+        # recurrent states alone does not know how many tokens it has seen.
+        layers = getattr(value, "layers", None)
+        recurrent = layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        if value.has_previous_state() if recurrent else value.get_seq_length() > 0:
             return value
     return None
-
-
-def _holds_tokens(cache: Cache) -> bool:
-    """Whether a cache has seen tokens; one of recurrent states alone does not know how many."""
-    # The cache of an encoder-decoder has no layers but two caches, and knows its length.
-    layers = getattr(cache, "layers", None)
-    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return cache.has_previous_state()
-    return cache.get_seq_length() > 0
 
 
 def _cache_name(model: PreTrainedModel, output: Any) -> str:
