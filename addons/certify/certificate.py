@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -264,20 +264,11 @@ class GreedyResult:
     the engine's text."""
     tie: float
     """e: the largest change of a gap by rounding."""
-    changes: dict[str, float]
-    """Quantiles of the change over all positions."""
-    rounded_divergences: int
-    """Positions where one-token forwards in the engine's dtype choose another token than the
-    reference."""
-    rounded_largest: float
-    """The largest margin of those."""
-    engine_only: int
-    """Positions where the engine chooses another token and these forwards do not."""
-    rounded_only: int
-    """Positions where they do and the engine does not."""
-    p_more_than_rounding: float
-    """Probability of so many positions of the engine alone, if it rounded twice as much as
-    one-token forwards."""
+    rounding: dict[str, Any]
+    """What one-token forwards in the engine's dtype change and choose, for the report: quantiles of
+    the change of a gap, positions where they choose another token than the reference and the
+    largest margin of those, positions where the engine alone does and where they alone do, and the
+    probability of so many of the engine's if it rounded twice as much."""
     unexplained: list[Divergence]
     """Divergences whose margin exceeds e."""
     reasons: list[str]
@@ -300,7 +291,6 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     )
     tie = float(changes.max()) if len(changes) else 0.0
     divergences = []
-    rounded_count = 0
     rounded_only = 0
     engine_only = 0
     for number, answer in enumerate(answers):
@@ -308,7 +298,6 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         for position, (token, best, margin, rounded_margin) in enumerate(rows):
             if margin > 0:
                 divergences.append(Divergence(number, position, token, best, margin))
-            rounded_count += rounded_margin > 0
             engine_only += margin > 0 and rounded_margin == 0
             rounded_only += margin == 0 and rounded_margin > 0
     # 2. A sign test. Of the positions where only one of the two differs, an engine that rounds
@@ -353,6 +342,15 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     quantiles = {}
     if len(changes):
         quantiles = {name: float(changes.quantile(share)) for name, share in shares.items()}
+    rounded_margins = [margin for answer in answers for margin in answer.rounded_margins]
+    rounding = {
+        "change_of_a_gap": quantiles,
+        "one_token_forwards_not_best": sum(margin > 0 for margin in rounded_margins),
+        "one_token_forwards_largest_margin": max(rounded_margins, default=0.0),
+        "engine_alone": engine_only,
+        "one_token_forwards_alone": rounded_only,
+        "p_more_than_rounding": p_more,
+    }
     return GreedyResult(
         verdict=verdict,
         answers=len(answers),
@@ -360,14 +358,7 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         exact_answers=sum(not any(answer.margins) and not answer.wrong_end for answer in answers),
         divergences=divergences,
         tie=tie,
-        changes=quantiles,
-        rounded_divergences=rounded_count,
-        rounded_largest=max(
-            (margin for answer in answers for margin in answer.rounded_margins), default=0.0
-        ),
-        engine_only=engine_only,
-        rounded_only=rounded_only,
-        p_more_than_rounding=p_more,
+        rounding=rounding,
         unexplained=unexplained,
         reasons=reasons,
     )
@@ -480,20 +471,19 @@ class Impossible:
 
 
 @dataclass
-class Surprise:
-    """Excess surprise of the tokens drawn at a position, relative to draws from the reference."""
+class ExcessSum:
+    """A sum over draws at a position less its mean for an exact engine, with its moments."""
 
     draws: int = 0
     excess: float = 0.0
-    """Sum of -log p - entropy, in nats."""
     variance: float = 0.0
     third_moment: float = 0.0
     change: float = 0.0
-    """Sum of the changes of the entropies by rounding."""
+    """Sum of the changes of the means by rounding."""
 
     @property
     def mean(self) -> float:
-        """Nats a token; negative where the engine's tokens are too likely."""
+        """The excess of a draw."""
         return self.excess / max(self.draws, 1)
 
     @property
@@ -501,8 +491,13 @@ class Surprise:
         """Standard error of the mean, for an exact engine."""
         return math.sqrt(self.variance) / max(self.draws, 1)
 
-    def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
-        """Count the tokens after one path; those with probability 0 are reported separately."""
+    def add_surprise(
+        self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken
+    ) -> None:
+        """Add -log p of the tokens after a path, in nats, less the entropy.
+
+        Tokens with probability 0 are reported separately.
+        """
         for token, draws in counts.items():
             p = reference.drawn[token]
             if p > 0:
@@ -512,12 +507,25 @@ class Surprise:
                 self.third_moment += draws * reference.third_moment
                 self.change += draws * abs(rounded.entropy - reference.entropy)
 
-    def test(self, position: int) -> SamplingTest | None:
-        """Return the surprise test, or None where its distribution is far from normal.
+    def add_likeliest(
+        self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken
+    ) -> None:
+        """Add how often the likeliest token came after a path with too few draws for bins."""
+        draws = sum(counts.values())
+        likeliest = reference.tokens[0]
+        p = reference.probs[0]
+        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(likeliest, 0.0)
+        self.draws += draws
+        self.excess += counts.get(likeliest, 0) - draws * p
+        self.variance += draws * p * (1 - p)
+        self.change += draws * abs(changed - p)
 
-        This happens with too few draws or too small a variance, as where all draws are certain.
+    def test(self, kind: Literal["tokens", "surprise"], position: int) -> SamplingTest | None:
+        """Return a test of the sum, or None where its distribution is far from normal.
+
+        This happens with too small a variance, as where all draws are certain.
         """
-        if self.draws < ENOUGH or self.variance < EXPECTED:
+        if self.variance < EXPECTED:
             return None
         deviation = math.sqrt(self.variance)
         skewness = self.third_moment / deviation**3
@@ -529,7 +537,7 @@ class Surprise:
         normal = z - skewness / 6 * (z**2 - 1)
         # The square of a normal variable is chi-square with one degree of freedom.
         allowance = (TOLERATED * self.change) ** 2 / self.variance
-        return SamplingTest("surprise", None, position, self.draws, normal**2, 1, allowance)
+        return SamplingTest(kind, None, position, self.draws, normal**2, 1, allowance)
 
 
 @dataclass(frozen=True)
@@ -540,8 +548,8 @@ class SamplingResult:
     """Continuations, over all prompts."""
     tests: list[SamplingTest]
     impossible: list[Impossible]
-    surprise: list[Surprise]
-    """By position."""
+    surprise: list[ExcessSum]
+    """Of -log p, by position: negative where the engine's tokens are too likely."""
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -588,44 +596,36 @@ def judge_sampling(
     by_prompt: list[SamplingTest] = []
     pooled: list[SamplingTest] = []
     impossible: list[Impossible] = []
-    surprises: list[Surprise] = []
+    surprises: list[ExcessSum] = []
     for position in range(positions):
         parts: list[SamplingTest] = []
-        left_over = _LeftOver()
-        surprise = Surprise()
+        too_rare = ExcessSum()
+        surprise = ExcessSum()
         # 1. Chi-square of each prompt: the sum over the paths that were drawn before the position.
         for prompt, continuations in enumerate(rows):
-            statistic = 0.0
-            allowance = 0.0
-            freedom = 0
-            draws = 0
+            of_paths = []
             for path, counts in counts_by_path(continuations, position).items():
                 exact = reference[prompt][path]
                 other = rounded[prompt][path]
                 impossible += _impossible(prompt, path, counts, exact, other)
-                surprise.add(counts, exact, other)
+                surprise.add_surprise(counts, exact, other)
                 test_of_path = path_test(counts, exact, other)
                 if test_of_path is None:
-                    left_over.add(counts, exact, other)
-                    continue
-                statistic += test_of_path.statistic
-                freedom += test_of_path.freedom
-                allowance += test_of_path.allowance
-                draws += test_of_path.draws
-            if freedom:
-                parts.append(
-                    SamplingTest("tokens", prompt, position, draws, statistic, freedom, allowance)
-                )
+                    too_rare.add_likeliest(counts, exact, other)
+                else:
+                    of_paths.append(test_of_path)
+            if of_paths:
+                parts.append(_together(of_paths, prompt, position))
         # 2. Over all prompts: the surprise, and all chi-squares with the paths that were too rare.
         by_prompt += parts
         surprises.append(surprise)
-        surprise_test = surprise.test(position)
+        surprise_test = surprise.test("surprise", position) if surprise.draws >= ENOUGH else None
         if surprise_test is not None:
             pooled.append(surprise_test)
-        rest = left_over.test(position)
+        rest = too_rare.test("tokens", position)
         everything = [*parts, rest] if rest is not None else parts
         if everything:
-            pooled.append(_together(everything, position))
+            pooled.append(_together(everything, None, position))
     # 3. Reject at one level for all tests.
     unjudged = [*pooled, *by_prompt]
     rejected = holm([test.p_value for test in unjudged])
@@ -690,41 +690,11 @@ def path_test(
     return SamplingTest("tokens", None, 0, draws, statistic, bins - 1, allowance)
 
 
-@dataclass
-class _LeftOver:
-    """Paths with too few draws for separate tests, pooled: how often their likeliest token came."""
-
-    draws: int = 0
-    seen: int = 0
-    expected: float = 0.0
-    variance: float = 0.0
-    change: float = 0.0
-
-    def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
-        draws = sum(counts.values())
-        likeliest = reference.tokens[0]
-        p = reference.probs[0]
-        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(likeliest, 0.0)
-        self.draws += draws
-        self.seen += counts.get(likeliest, 0)
-        self.expected += draws * p
-        self.variance += draws * p * (1 - p)
-        self.change += draws * abs(changed - p)
-
-    def test(self, position: int) -> SamplingTest | None:
-        """None where the variance is too small for a normal approximation."""
-        if self.variance < EXPECTED:
-            return None
-        statistic = (self.seen - self.expected) ** 2 / self.variance
-        allowance = (TOLERATED * self.change) ** 2 / self.variance
-        return SamplingTest("tokens", None, position, self.draws, statistic, 1, allowance)
-
-
-def _together(tests: Sequence[SamplingTest], position: int) -> SamplingTest:
+def _together(tests: Sequence[SamplingTest], prompt: int | None, position: int) -> SamplingTest:
     """Independent tests of a position as one: chi-squares add up, like their freedoms."""
     return SamplingTest(
         kind="tokens",
-        prompt=None,
+        prompt=prompt,
         position=position,
         draws=sum(test.draws for test in tests),
         statistic=sum(test.statistic for test in tests),

@@ -87,8 +87,11 @@ class Engine(Protocol):
     def greedy(self, prompt: Prompt) -> Answer:
         """The greedy answer to a prompt."""
 
-    def draws(self, prompt: Prompt, count: int) -> list[Path]:
-        """Independent continuations of a prompt; shorter ones have ended."""
+    def draws(self, prompt: Prompt, count: int) -> list[Path] | None:
+        """Independent continuations of a prompt; shorter ones have ended.
+
+        None if the engine gives text alone, whose tokens are not known for certain.
+        """
 
 
 @dataclass(frozen=True)
@@ -229,28 +232,17 @@ class ServerEngine:
         self.template = template
         self.told = ""
         """What the server says it is."""
-        self._check_model()
-
-    def _check_model(self) -> None:
-        reply = self._request("/models")
-        served = [row.get("id") for row in _rows(reply, "data")]
-        if self.model not in served:
+        served = [row.get("id") for row in _rows(self._request("/models"), "data")]
+        if model not in served:
             names = shortened(", ".join(map(str, served[:SHOWN]))) or "none"
-            raise ValueError(
-                f"{self.server.name} does not serve {self.model!r}; choose from {names}"
-            )
+            raise ValueError(f"{server.name} does not serve {model!r}; choose from {names}")
 
     def greedy(self, prompt: Prompt) -> Answer:
         body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
         (choice,) = self._choices(prompt, body)[:1]
         return self._answer(choice, self.asked.new_tokens)
 
-    def draws(self, prompt: Prompt, count: int) -> list[Path]:
-        """Draw `count` continuations of a prompt, as token ids.
-
-        A ValueError is raised if the server gives text alone, whose tokens are not known for
-        certain.
-        """
+    def draws(self, prompt: Prompt, count: int) -> list[Path] | None:
         found: list[Path] = []
         while len(found) < count:
             # vLLM on a CPU ends at some requests with a seed, and draws without one are as
@@ -272,7 +264,7 @@ class ServerEngine:
                 for choice in self._choices(prompt, body)
             ]
             if any(answer.ids_by == IDS_BY[-1] for answer in answers):
-                raise UnknownTokens
+                return None
             found += [tuple(answer.tokens[: self.asked.sample_tokens]) for answer in answers]
         return found[:count]
 
@@ -387,13 +379,6 @@ class ServerEngine:
                 twice.add(text)
             found[text] = token
         return {text: token for text, token in found.items() if text not in twice}
-
-
-class UnknownTokens(ValueError):
-    """A server's draws are known by their text alone."""
-
-    def __init__(self) -> None:
-        super().__init__("the server gives neither token ids nor log-probabilities")
 
 
 def shortened(text: str) -> str:

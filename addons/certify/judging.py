@@ -26,7 +26,7 @@ from .certificate import (
     judge_greedy,
     judge_sampling,
 )
-from .engines import IDS_BY, Answer, Asked, Engine, Prompt, UnknownTokens
+from .engines import IDS_BY, Answer, Asked, Engine, Prompt
 from .reference import (
     greedy_processors,
     next_tokens,
@@ -73,13 +73,15 @@ def generate_all(engine: Engine, prompts: list[Prompt], asked: Asked) -> Generat
     if not asked.draws:
         return Generated(answers, [], ["sampling: no draws were asked for"])
     rows: list[list[Path]] = []
-    try:
-        for prompt in counted(prompts[: asked.sample_prompts], "sampled prompts"):
-            rows.append(engine.draws(prompt, asked.draws))
-    except UnknownTokens as error:
-        return Generated(
-            answers, [], [f"sampling: {error}, and the tokens of a text are not known for certain"]
-        )
+    for prompt in counted(prompts[: asked.sample_prompts], "sampled prompts"):
+        drawn = engine.draws(prompt, asked.draws)
+        if drawn is None:
+            reason = (
+                "sampling: the server gives neither token ids nor log-probabilities, and the tokens"
+                " of a text are not known for certain"
+            )
+            return Generated(answers, [], [reason])
+        rows.append(drawn)
     return Generated(answers, rows, [])
 
 

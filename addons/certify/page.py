@@ -118,27 +118,25 @@ def page(report: dict[str, Any]) -> str:
     # 2. Greedy answers: the console's lines without its verdict, and where they diverge.
     parts += ["", "## Greedy", ""]
     parts += summary({**report, "reasons": [], "sampling": None, "untested": []})[:-1]
-    if greedy["first_divergences"]:
-        parts += [
-            "",
-            (
-                "Where answers leave the target's own first, counted from 1; from there on the"
-                " target judges the engine's text."
-            ),
-            "",
-            "| prompt | token | chosen | best | margin |",
-            "|---|---|---|---|---|",
-        ]
-        parts += [_divergence(row) for row in greedy["first_divergences"]]
-    if greedy["unexplained"]:
-        parts += [
-            "",
-            "Tokens that rounding does not explain.",
-            "",
-            "| prompt | token | chosen | best | margin |",
-            "|---|---|---|---|---|",
-        ]
-        parts += [_divergence(row) for row in greedy["unexplained"]]
+    tables = {
+        "Where answers leave the target's own first, counted from 1; from there on the target"
+        " judges the engine's text.": greedy["first_divergences"],
+        "Tokens that rounding does not explain.": greedy["unexplained"],
+    }
+    for about, divergences in tables.items():
+        if divergences:
+            parts += [
+                "",
+                about,
+                "",
+                "| prompt | token | chosen | best | margin |",
+                "|---" * 5 + "|",
+            ]
+        for row in divergences:
+            parts.append(
+                f"| {row['prompt']} | {row['token']} | {_text(row['chosen'])} |"
+                f" {_text(row['best'])} | {_figure(row['margin'], '{:.3g}')} |"
+            )
     # 3. Draws, and what was not tested.
     if report["sampling"] is not None:
         parts += _sampling_page(report["sampling"])
@@ -201,14 +199,6 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
                 f" {row['draws']} |"
             )
     return parts
-
-
-def _divergence(row: dict[str, Any]) -> str:
-    margin = _figure(row["margin"], "{:.3g}")
-    return (
-        f"| {row['prompt']} | {row['token']} | {_text(row['chosen'])} | {_text(row['best'])} |"
-        f" {margin} |"
-    )
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -87,14 +87,7 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
         "beyond_ties": len(greedy.unexplained),
         "first_divergences": [shown(divergence) for divergence in greedy.first_divergences],
         "unexplained": [shown(divergence) for divergence in greedy.unexplained[:20]],
-        "rounding": {
-            "change_of_a_gap": greedy.changes,
-            "one_token_forwards_not_best": greedy.rounded_divergences,
-            "one_token_forwards_largest_margin": greedy.rounded_largest,
-            "engine_alone": greedy.engine_only,
-            "one_token_forwards_alone": greedy.rounded_only,
-            "p_more_than_rounding": greedy.p_more_than_rounding,
-        },
+        "rounding": greedy.rounding,
         "engine_tells": engine,
         "reasons": greedy.reasons,
     }
