@@ -149,17 +149,6 @@ class TargetFeatures:
         # A sequence begins at position 0: positions [0, 1, 2, 0, 1] give numbers [1, 1, 1, 2, 2].
         return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
 
-    @property
-    def judging_states_SD(self) -> Tensor:
-        """The target's states by which drafts are judged: of the flattened [B * T] tokens."""
-        return self.last_BTD.flatten(0, 1)
-
-    @property
-    def true_tokens_S(self) -> Tensor:
-        """The token after each of these states; after the last token of the batch any."""
-        # A row's last state gets the first token of the next row. No draft is judged there.
-        return self.tokens_BT.flatten().roll(-1)
-
     def next_tokens_BT(self, step: int) -> Tensor:
         """Return the token at t + 1 + step for each t: training-time test reads it at `step`."""
         time = self.tokens_BT.shape[1]

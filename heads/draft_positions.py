@@ -27,8 +27,7 @@ class DraftPositions:
 
     index_N: Tensor
     rows_NK: Tensor
-    """Index in `TargetFeatures.judging_states_SD` of the state that judges the draft: the position
-    in the flattened tokens."""
+    """Position in the flattened tokens whose state judges the draft."""
     valid_NK: Tensor
     """True where the root and all drafts up to depth k lie in one answer."""
     on_host_N: Tensor | None = None
@@ -37,11 +36,6 @@ class DraftPositions:
     """`rows_NK` on the host, unless all positions with a draft are included."""
     judged_by: int = 1
     """Distinct states that judge the drafts of a position, on average, rounded up."""
-
-    @property
-    def all(self) -> bool:
-        """Whether all positions with a draft are included."""
-        return self.on_host_NK is None
 
     @classmethod
     def of(

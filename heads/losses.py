@@ -32,7 +32,7 @@ T its tokens: the draft vocabulary, or the most likely ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,16 +54,6 @@ NEED_ENTROPY = {"kl", "lk_lambda"}
 """Losses with the target's entropy, which does not depend on the draft."""
 FEWEST = 64
 """Minimum number of positions in a chunk, however large the vocabulary."""
-
-
-class BlockTerms(NamedTuple):
-    """Terms of a head that corrects its drafts by the token before each (DSpark)."""
-
-    latents: list[Tensor]
-    """latent_NR of each depth: weight_VR latent is added to the logits."""
-    weight_VR: Tensor
-    confidences: list[Tensor]
-    """Logits [N] of the head's estimate of its acceptance rate, by depth; empty without one."""
 
 
 BY_POSITION = ("hidden_ND", "latent_NR", "confidence_N")
@@ -231,7 +221,7 @@ def draft_loss(
     positions: DraftPositions,
     objective: Objective,
     ranks: int = 1,
-    block: BlockTerms | None = None,
+    corrections: Sequence[Mapping[str, Tensor]] = (),
 ) -> HeadOutput:
     """The loss of drafts at all depths, except `smooth_l1`, which `with_feature_loss` adds.
 
@@ -245,8 +235,9 @@ def draft_loss(
         positions: its draft positions.
         objective: losses and their weights.
         ranks: number of best tokens of a draft that are counted as hits.
-        block: corrects the logits and adds the loss `confidence`, which has the depth weights of
-            `decay` and counts where the true token cannot be drafted, too.
+        corrections: further fields of `Draft` by depth, of a head that corrects its drafts by the
+            token before each (DSpark). The loss `confidence` has the depth weights of `decay` and
+            counts where the true token cannot be drafted, too.
     """
     modules = features.modules
     device = hiddens[0].device
@@ -254,8 +245,16 @@ def draft_loss(
 
     # 1. The tensors: `drafts` are in the graph of the head, `inputs` are their detached copies in
     #    the dtype of the products, and `learning` are those of `drafts` that need gradients.
-    drafts = _drafts(hiddens, lm_heads, modules, block)
-    learning = _learning(drafts)
+    drafts = []
+    for k, (hidden_ND, weight_VD) in enumerate(zip(hiddens, lm_heads, strict=True)):
+        more = corrections[k] if corrections else {}
+        drafts.append(Draft(hidden_ND, weight_VD, weight_VD is modules.lm_head.weight, **more))
+    learning: dict[Tensor, None] = {}  # each once, in the order of depths
+    if torch.is_grad_enabled():
+        for draft in drafts:
+            for tensor in draft.tensors().values():
+                if tensor.requires_grad:
+                    learning[tensor] = None
     gradients: dict[Tensor, Tensor] = {}
     inputs = _in_product_dtype(drafts)
 
@@ -308,13 +307,12 @@ def with_feature_loss(
     """Add `smooth_l1` to the output of `draft_loss`, if the objective has it.
 
     It is the smooth L1 distance between the feature [N, D] that a head predicts at step k and the
-    target's at t + 1 + k, or at the rejected draft in its place, the mean over D (EAGLE-1,
-    arXiv:2401.15077, section 4.2).
+    target's at t + 1 + k, the mean over D (EAGLE-1, arXiv:2401.15077, section 4.2).
     """
     share = objective.loss.get("smooth_l1", 0.0)
     if share == 0:
         return output
-    true_SD = at_least_fp32(features.judging_states_SD)
+    true_SD = at_least_fp32(features.last_BTD.flatten(0, 1))
     loss = output.loss
     losses = []
     for k, hidden_ND in enumerate(hiddens):
@@ -329,35 +327,6 @@ def with_feature_loss(
 def positions_at_once(device: torch.device, vocab_size: int) -> int:
     """Positions of a chunk of the loss, for the larger of the target's and the draft's logits."""
     return max(FEWEST, chunk_elements(device, VOCABULARY_ON_CPU) // vocab_size)
-
-
-def _drafts(
-    hiddens: Sequence[Tensor],
-    lm_heads: Sequence[Tensor],
-    modules: TargetModules,
-    block: BlockTerms | None,
-) -> list[Draft]:
-    """The draft of every depth at all positions."""
-    drafts = []
-    for k, (hidden_ND, weight_VD) in enumerate(zip(hiddens, lm_heads, strict=True)):
-        draft = Draft(hidden_ND, weight_VD, weight_VD is modules.lm_head.weight)
-        if block is not None:
-            draft = replace(draft, latent_NR=block.latents[k], correction_VR=block.weight_VR)
-            if block.confidences:
-                draft = replace(draft, confidence_N=block.confidences[k])
-        drafts.append(draft)
-    return drafts
-
-
-def _learning(drafts: list[Draft]) -> dict[Tensor, None]:
-    """The tensors that need a gradient, each once, in the order of depths."""
-    learning: dict[Tensor, None] = {}
-    if torch.is_grad_enabled():
-        for draft in drafts:
-            for tensor in draft.tensors().values():
-                if tensor.requires_grad:
-                    learning[tensor] = None
-    return learning
 
 
 def _add(
@@ -386,26 +355,21 @@ def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
 
     They are cast once, not once for each chunk.
     """
+    device = drafts[0].hidden_ND.device.type
+    autocast = torch.is_autocast_enabled(device)
     cast: dict[Tensor, Tensor] = {}  # depths share the LM head
     cast_drafts = []
     for draft in drafts:
         changed: dict[str, Any] = {}
         for name, tensor in draft.tensors().items():
             if tensor not in cast:
-                detached = tensor.detach()
+                cast[tensor] = tensor.detach()
                 # The confidence is not multiplied with anything.
-                cast[tensor] = detached if name == "confidence_N" else _autocast(detached)
+                if autocast and tensor.dtype != torch.float64 and name != "confidence_N":
+                    cast[tensor] = cast[tensor].to(torch.get_autocast_dtype(device))
             changed[name] = cast[tensor]
         cast_drafts.append(replace(draft, **changed))
     return cast_drafts
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """A factor of a product, as autocast would cast it."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _value_and_gradients(
@@ -464,7 +428,9 @@ def _truths(
     # 1. The true tokens, their weights, and where there is a loss.
     rows_NK = positions.rows_NK[rows]
     judged_NK = positions.valid_NK[rows]
-    true_NK = features.true_tokens_S[rows_NK]
+    #    The token after each state; a row's last state, where no draft is judged, gets the first
+    #    token of the next row.
+    true_NK = features.tokens_BT.flatten().roll(-1)[rows_NK]
     labels_NK = draft_ids(true_NK, vocabulary_V)
     valid_NK = judged_NK & (labels_NK >= 0)
     weights_NK = _depth_weights(chunk, labels_NK, valid_NK, objective, features.modules)
@@ -571,7 +537,8 @@ class TargetDistribution:
             weight_VD = weight_VD[vocabulary_V]
             bias_V = None if bias_V is None else bias_V[vocabulary_V]
             vocabulary_V = None
-        return cls(modules, features.judging_states_SD, weight_VD, bias_V, vocabulary_V, objective)
+        states_SD = features.last_BTD.flatten(0, 1)
+        return cls(modules, states_SD, weight_VD, bias_V, vocabulary_V, objective)
 
     @torch.no_grad()
     def at(self, rows_U: Tensor) -> TargetProbs:

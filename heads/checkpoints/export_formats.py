@@ -110,9 +110,19 @@ def export_head(
     unknown = config.keys() - form.keys.keys()
     assert not unknown, unknown
 
-    # 4. The files.
+    # 4. The files, in the place of an earlier export, which is recognised by the keys of its
+    #    config.json: a model's own, beside weights of the same names, has others.
     config = public(config)
-    with new_folder(folder, earlier_export(project, config)) as partial:
+
+    def written_here(folder: Path) -> bool:
+        try:
+            return read_json(folder / CONFIG_FILE).keys() == config.keys()
+        except ValueError:
+            return False
+
+    names_of_files = (CONFIG_FILE, WEIGHTS_FILE, *PICKLES.values())
+    contents = Contents(f"a head for {project}", names_of_files, written_here)
+    with new_folder(folder, contents) as partial:
         (partial / CONFIG_FILE).write_text(
             json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8"
         )
@@ -120,25 +130,6 @@ def export_head(
             save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:  # the files of their own code
             torch.save(tensors, partial / PICKLES[project])
-
-
-def earlier_export(project: str, config: dict[str, Any]) -> Contents:
-    """Describe an earlier export for the same project, whose folder may be replaced.
-
-    It is recognised by the keys of its config.json.
-    """
-
-    def written_here(folder: Path) -> bool:
-        try:
-            earlier = read_json(folder / CONFIG_FILE)
-        except ValueError:
-            return False
-        # A model's own config.json, beside weights of the same names, has other keys.
-        return earlier.keys() == config.keys()
-
-    return Contents(
-        f"a head for {project}", (CONFIG_FILE, WEIGHTS_FILE, *PICKLES.values()), written_here
-    )
 
 
 def _safeailab_config(head: DraftHead) -> dict[str, Any]:

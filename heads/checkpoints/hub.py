@@ -59,7 +59,9 @@ def local_folder(
     # A folder wins over a repository of the same name.
     folder = Path(example(source))
     if folder.is_dir():
-        return best_of_run(folder)
+        best = folder / "best"
+        is_run = not (folder / CONFIG_FILE).is_file() and (best / CONFIG_FILE).is_file()
+        return best if is_run else folder
     if hub.get("cache_dir") is not None:
         hub["cache_dir"] = at_home(hub["cache_dir"])
     where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")
@@ -70,13 +72,6 @@ def local_folder(
     except Exception as error:
         reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))
         raise ValueError(f"no head at {where}: {reason.format(error=error)}") from error
-
-
-def best_of_run(folder: Path) -> Path:
-    """The best head of a run's folder; any other folder is returned as it is."""
-    best = folder / "best"
-    has_head = (folder / CONFIG_FILE).is_file()
-    return best if not has_head and (best / CONFIG_FILE).is_file() else folder
 
 
 def push_folder(

@@ -312,11 +312,11 @@ def _recipe(training: dict[str, Any]) -> str:
 
 
 def _measured(measured: dict[str, Any]) -> str:
-    """Return the measurements: speed by default, and acceptance on held-out prompts.
+    """Return the measurements: speed by default, and acceptance on held-out prompts by tree.
 
-    Empty if there are none.
-
-    `measured["default"]` holds {"hardware": ..., "speedup": {"GSM8K": 1.13, ...}}.
+    Empty if there are none. `measured["default"]` holds {"hardware": ..., "speedup": {"GSM8K":
+    1.13, ...}}, `measured["trees"]` {"chain": {"acceptance_length": ..., "interval": [low, high],
+    "acceptance_rate_by_depth": [...], ...}}.
     """
     parts = []
     if "default" in measured:
@@ -326,26 +326,21 @@ def _measured(measured: dict[str, Any]) -> str:
             f" without drafts:\n{times}, on {measured['default']['hardware']}."
         )
     if measured.get("trees"):
-        parts.append(_measured_table(measured))
+        plural = "s" * (measured["prompts"] != 1)
+        prompts = f"{measured['prompts']} held-out prompt{plural}, greedy"
+        parts.append(f"{prompts}, {measured['new_tokens']} tokens each.")
+        rows = [
+            "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth |",
+            "|---|---|---|---|",
+        ]
+        for name, row in measured["trees"].items():
+            values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
+            # null in JSON stands for NaN: a mean over nothing
+            length, low, high, *rates = (
+                "-" if value is None else f"{value:.2f}" for value in values
+            )
+            rows.append(
+                f"| {name} | {row['nodes']} | {length} ({low} to {high}) | {' '.join(rates)} |"
+            )
+        parts.append("\n".join(rows))
     return "\n\n".join(parts)
-
-
-def _measured_table(measured: dict[str, Any]) -> str:
-    """Return the measurements as a Markdown table with one row per tree.
-
-    `measured["trees"]` holds {"chain": {"acceptance_length": ..., "interval": [low, high],
-    "acceptance_rate_by_depth": [...], ...}}.
-    """
-    rows = []
-    for name, row in measured["trees"].items():
-        values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
-        # null in JSON stands for NaN: a mean over nothing
-        length, low, high, *rates = ("-" if value is None else f"{value:.2f}" for value in values)
-        rows.append(f"| {name} | {row['nodes']} | {length} ({low} to {high}) | {' '.join(rates)} |")
-    header = (
-        "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth"
-        " |\n|---|---|---|---|\n"
-    )
-    plural = "s" * (measured["prompts"] != 1)
-    prompts = f"{measured['prompts']} held-out prompt{plural}, greedy"
-    return f"{prompts}, {measured['new_tokens']} tokens each.\n\n{header}" + "\n".join(rows)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...files import BROKEN, LONGEST_REASON, at_home, one_line, reading_back, write_whole
-from ...options import shown
+from ...options import check_type, shown
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids, with_trained_rows
@@ -109,18 +109,32 @@ def load_head(
     if target is not None:
         saved_target.check(target, f"the head at {str(source)!r}")
 
-    # 2. Compare shapes by the headers of the files before memory is taken for the head.
-    _check_weights(section, saved_target, folder)
-    head = build_head(section["head"], _architecture(section), saved_target)
+    # 2. Compare shapes by the headers of the files before memory is taken for the head. Older
+    #    checkpoints have the training objective among the head's options.
+    options = {
+        name: value for name, value in section["options"].items() if name not in OBJECTIVE_OPTIONS
+    }
+    shapes = weight_shapes(folder)
+    try:
+        unloaded = build_unloaded(section["head"], options, saved_target, len(shapes))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+    for name in unloaded.served_names:  # copies of the target's tensors, for servers
+        shapes.pop(name, None)
+    try:
+        _refuse_other_shapes(unloaded, shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+    head = build_head(section["head"], options, saved_target)
     _check_server_keys(head, config, folder)
 
     # 3. The weights, in the saved dtypes.
     saved = read_weights(folder, (WEIGHTS_FILE,))
-    for name in head.served_names:  # copies of the target's tensors, for servers
+    for name in head.served_names:
         saved.pop(name, None)
     try:
         take_dtypes(head, saved)
-        load_exactly(head, saved)
+        head.load_state_dict(saved)
         head.check_loaded()
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
@@ -236,7 +250,8 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
         weights.pop(name, None)
         if name in new_weights:
             weights[name] = new_weights[name]
-    load_exactly(head, weights)
+    _refuse_other_shapes(head, {name: tuple(weight.shape) for name, weight in weights.items()})
+    head.load_state_dict(weights)
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
@@ -311,11 +326,9 @@ def publishable(
             (folder / old).unlink()
         saved |= {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shared.items()}
         save_torch_state_dict(saved, folder, max_shard_size=SHARD)
-    return _left_out(source, {*wanted, CONFIG_FILE, CARD_FILE, GENERATE_FILE})
 
-
-def _left_out(source: Path, uploaded: set[str]) -> list[str]:
-    """Files of a folder that are not among those that are uploaded, each with the reason."""
+    # 5. The other files of the source, each with the reason.
+    uploaded = {*wanted, CONFIG_FILE, CARD_FILE, GENERATE_FILE}
     rest = []
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
@@ -375,22 +388,9 @@ def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:
         parameter.data = parameter.data.to(saved[name].dtype)
 
 
-def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
-    """Load tensors whose names and shapes must be the head's own.
-
-    The ValueError names those that are not, up to its longest.
-    """
-    expected = head.state_dict()
-    _refuse_other_shapes(
-        {name: tuple(tensor.shape) for name, tensor in expected.items()},
-        {name: tuple(tensor.shape) for name, tensor in saved.items()},
-    )
-    head.load_state_dict(saved)
-
-
-def _refuse_other_shapes(
-    expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
-) -> None:
+def _refuse_other_shapes(head: DraftHead, saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors, by names and shapes, that are not the head's own; each is named."""
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
     problems += [
@@ -440,27 +440,6 @@ def build_unloaded(
         ) from error
 
 
-def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) -> None:
-    """Refuse a file whose tensor shapes, by its header, are not those that config.json says."""
-    shapes = weight_shapes(folder)
-    try:
-        head = build_unloaded(section["head"], _architecture(section), target, len(shapes))
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
-    saved = {name: shape for name, shape in shapes.items() if name not in head.served_names}
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    try:
-        _refuse_other_shapes(expected, saved)
-    except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
-
-
-def _architecture(section: dict[str, Any]) -> dict[str, Any]:
-    """The options of the head itself. Older checkpoints have the training objective among them."""
-    options = section["options"]
-    return {name: value for name, value in options.items() if name not in OBJECTIVE_OPTIONS}
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     config = read_json(path)
@@ -477,9 +456,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     target = section["target"]
     if not isinstance(target, dict) or set(target) != names:
         raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
-    problem = _section_problem(section)
-    if problem:
-        raise ValueError(f"{path}: {problem} in the section 'headstart'")
+    _check_section(section, f"{path}, in the section 'headstart'")
     return config
 
 
@@ -487,46 +464,34 @@ LARGEST = {"num_layers": MOST_LAYERS}
 """Largest dimensions of a target; 2^31 for all others. Larger values are mistakes or attacks."""
 
 
-def _section_problem(section: dict[str, Any]) -> str | None:
-    """Describe the first value of a section that has a wrong type or is out of range.
+def _check_section(section: dict[str, Any], where: str) -> None:
+    """Refuse a value of a section that has a wrong type or is out of range.
 
-    Returns None if all values fit. Anybody may have written the section.
+    Anybody may have written the section. Errors begin with `where`.
     """
     # 1. The section's own entries.
-    objects = ("options", "training", "measured", "origin")
-    for name in objects:
-        if not isinstance(section[name], dict):
-            return f"{name} is {shown(section[name])}, not an object"
-    if not isinstance(section["head"], str):
-        return f"head is {shown(section['head'])}, not a name"
-    if not isinstance(section["adapted"], bool):
-        return f"adapted is {shown(section['adapted'])}, not true or false"
+    hints = typing.get_type_hints(CheckpointMetadata)
+    types = {"head": str, "options": dict} | {
+        key: hints[name] for name, key in SECTION_KEYS.items()
+    }
+    for key, hint in types.items():
+        check_type(f"{where}: {key}", section[key], hint)
     fastest = section["measured"].get("fastest", {})
-    if not isinstance(fastest, dict):
-        return f"measured.fastest is {shown(fastest)}, not an object"
-    for tree in (section["tree"], *fastest.values()):
-        if tree is not None and not isinstance(tree, (str, list)):
-            return f"the tree {shown(tree)} is neither a spec nor a list of paths"
+    check_type(f"{where}: measured.fastest", fastest, dict)
+    for tree in fastest.values():
+        check_type(f"{where}: the tree in measured.fastest", tree, hints["tree"])
 
-    # 2. The target's dimensions, by the types of `TargetInfo`. True is an int in Python.
+    # 2. The target's dimensions.
     for name, hint in typing.get_type_hints(TargetInfo).items():
         value = section["target"][name]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if hint is int:
-            largest = LARGEST.get(name, 2**31)
-            if not number or not isinstance(value, int) or not 1 <= value <= largest:
-                return (
-                    f"the target's {name} is {shown(value)}, not a whole number from 1 to {largest}"
-                )
-        elif hint is float:
-            if not number or not 0 <= value < math.inf:
-                return f"the target's {name} is {shown(value)}, not a number of at least 0"
-        elif hint is str:
-            if not isinstance(value, str):
-                return f"the target's {name} is {shown(value)}, not a text"
-        elif not isinstance(value, dict):
-            return f"the target's {name} is {shown(value)}, not an object"
-    return None
+        check_type(f"{where}: the target's {name}", value, hint)
+        largest = LARGEST.get(name, 2**31)
+        if hint is int and not 1 <= value <= largest:
+            raise ValueError(
+                f"{where}: the target's {name} must be from 1 to {largest}, not {shown(value)}"
+            )
+        if hint is float and not 0 <= value < math.inf:
+            raise ValueError(f"{where}: the target's {name} must be at least 0, not {value}")
 
 
 def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) -> None:

@@ -329,6 +329,13 @@ class DFlashHead(OffsetVocabularyHead):
         shape = llama_config(
             self.shape, self.config.num_layers, self.target, self.config.rope_parameters
         )
+        window_keys: dict[str, Any] = {}
+        if any(self.sliding):
+            assert self.config.sliding_window is not None
+            if not self.config.sliding_causal:  # vLLM reads it first
+                window_keys["is_causal"] = False
+            kinds = ["sliding_attention" if slides else "full_attention" for slides in self.sliding]
+            window_keys |= sliding_keys(kinds, self.config.sliding_window)
         return {
             "architectures": ["DFlashDraftModel"],
             **shape,
@@ -340,15 +347,8 @@ class DFlashHead(OffsetVocabularyHead):
                 "mask_token_id": self.mask_token,
                 "target_layer_ids": list(self.feature_layers),
             },
-            **(self._window_keys() if any(self.sliding) else {}),
+            **window_keys,
         }
-
-    def _window_keys(self) -> dict[str, Any]:
-        """Keys of layers with a sliding window, and one that vLLM reads first."""
-        assert self.config.sliding_window is not None
-        kinds = ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding]
-        causal = {} if self.config.sliding_causal else {"is_causal": False}
-        return causal | sliding_keys(kinds, self.config.sliding_window)
 
 
 def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:

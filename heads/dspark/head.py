@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from ..checkpoints.tables import written
 from ..dflash.head import DFlashHead, DFlashState
-from ..losses import BlockTerms, draft_loss
+from ..losses import draft_loss
 from ..objective import Objective
 from .config import DSparkConfig
 from .formats import DSPARK
@@ -129,18 +129,19 @@ class DSparkHead(DFlashHead):
         true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]
         embed_NKR = self.markov_head.markov_w1(true_before_NK)
         memory_NR = embed_NKR.new_zeros(len(embed_NKR), self.markov_head.memory)
-        latents = []
+        weight_VR = self.markov_head.markov_w2.weight
+        corrections: list[dict[str, Tensor]] = []
         for k in range(self.max_depth):
             latent_NR, memory_NR = self.markov_head(embed_NKR[:, k], slots_NKD[:, k], memory_NR)
-            latents.append(latent_NR)
+            corrections.append({"latent_NR": latent_NR, "correction_VR": weight_VR})
 
         # 3. The estimate of the acceptance rate, if it is trained.
-        confidences: list[Tensor] = []
         if self.config.confidence and objective.loss.get("confidence", 0) > 0:
-            confidences = list(self._confidence(slots_NKD, embed_NKR).unbind(1))
-        block = BlockTerms(latents, self.markov_head.markov_w2.weight, confidences)
+            rates = self._confidence(slots_NKD, embed_NKR).unbind(1)
+            for correction, rates_N in zip(corrections, rates, strict=True):
+                correction["confidence_N"] = rates_N
         heads = self._lm_heads(slots_NKD, features)
-        return draft_loss(*heads, features, positions, objective, ranks, block)
+        return draft_loss(*heads, features, positions, objective, ranks, corrections)
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int

@@ -43,7 +43,7 @@ from ..eagle.head import STEP
 from ..layers.constants import counting
 from ..layers.decoder_layer import KVView, LayerShape, at_least_fp32
 from ..layers.draft_cache import DraftCache, KVEntries
-from ..layers.starting_values import block_tensors, required_gain
+from ..layers.starting_values import block_tensors, required_gain, start_layer
 from ..layers.target_layer import build_layers
 from ..layers.training_time_test import TrainingTimeTest
 from ..losses import draft_loss, with_feature_loss
@@ -230,26 +230,15 @@ class MtpHead(DraftHead):
     def _start_from(self, layer: nn.Module, block: nn.Module) -> None:
         """Copy the weights of one of the target's blocks, which must be of the layer's kind."""
         tensors = block_tensors(block)
-        expected = {
-            name: tensor
-            for name, tensor in layer.state_dict().items()
-            if name.split(".")[0] not in BESIDE_THE_LAYER
-        }
-        in_one = sorted(expected.keys() ^ tensors.keys())
+        names = {name for name in layer.state_dict() if name.split(".")[0] not in BESIDE_THE_LAYER}
+        in_one = sorted(names ^ tensors.keys())
         if in_one:
             raise ValueError(
                 f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}:"
                 f" {in_one[0]!r} is in only one of it and {type(layer).__name__}; choose start:"
                 " random"
             )
-        for name, tensor in tensors.items():
-            if tensor.shape != expected[name].shape:
-                raise ValueError(
-                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is"
-                    f" {tuple(tensor.shape)} there and {tuple(expected[name].shape)} here; choose"
-                    " start: random"
-                )
-        layer.load_state_dict(layer.state_dict() | tensors)
+        start_layer(layer, tensors, "a layer", "mtp")
 
     @classmethod
     def default_objective(cls, config: MtpConfig) -> Objective:

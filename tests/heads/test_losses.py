@@ -672,7 +672,7 @@ def test_positions_that_are_left_out_change_nothing_for_the_others(
     whole.solve({loss: 1.0}, decay=0.7).loss.backward()
     torch.manual_seed(0)
     positions = DraftPositions.of(whole.features, 3, at_most=4)
-    assert not positions.all and whole.positions.all
+    assert positions.on_host_NK is not None and whole.positions.on_host_NK is None
     chosen = [whole.positions.index_N.tolist().index(place) for place in positions.index_N.tolist()]
     hiddens = [hidden_ND.detach()[chosen].requires_grad_() for hidden_ND in whole.hiddens]
     some = dataclasses.replace(whole, positions=positions, hiddens=hiddens)
