@@ -87,44 +87,44 @@ def adapt(config: AdaptConfig) -> Path | None:
                 )
     output.mkdir(mode=0o700, parents=True, exist_ok=True)
     with alone_in(output):
-        for name in ("recorded", "training"):  # both hold what people wrote
+        # 1. What a killed process has left; `recorded` and `training` hold what people wrote.
+        for name in ("recorded", "training"):
             (output / name).mkdir(mode=0o700, exist_ok=True)
         recorded = output / "recorded"
         token_caches = (recorded / "tokens").glob("*")
         for folder in (output, output / "training", recorded, recorded / "states", *token_caches):
             remove_partials(folder, PARTLY_WRITTEN)
-        return adapt_in(output, config)
 
+        # 2. The heads, and the answers as they are now.
+        best = output / "best"
+        old, old_metadata = load_head(config.head)
+        first_name, first = first_head(config, old, old_metadata)
+        snapshot(config, recorded)
+        if best.exists():
+            log.info(f"{output} is finished: the new head is {best}, see report.md there")
+            return best
 
-def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
-    """`adapt`, in a folder where no other process works."""
-    best = output / "best"
-    recorded = output / "recorded"
-    old, old_metadata = load_head(config.head)
-    first_name, first = first_head(config, old, old_metadata)
-    snapshot(config, recorded)
-    if best.exists():
-        log.info(f"{output} is finished: the new head is {best}, see report.md there")
+        # 3. Train, and average with the first head.
+        training = training_config(config, old)
+        if (recorded / CONVERSATIONS).exists():
+            compute_states(training, recorded)
+        run = train(training)
+        new, metadata = load_head(run / "best")
+        average_weights(new, first, config.first_share)
+        is_folder = Path(first_name).exists()
+        metadata.training[FIRST_HEAD] = str(Path(first_name).resolve()) if is_folder else first_name
+        save_head(new, output / "new", metadata)
+
+        # 4. Judge.
+        judged = rows_of(recorded / "judged.jsonl")
+        judgement = judge(config, manifest_of(recorded / "states"), judged, output / "new")
+        page = report(config, judgement)
+        write_whole(output / "report.md", page)
+        log.info(page)
+        if not judgement.taken:
+            return None
+        save_head(new, best, metadata)
         return best
-    training = training_config(config, old)
-    if (recorded / CONVERSATIONS).exists():
-        compute_states(training, recorded)
-    run = train(training)
-    new, metadata = load_head(run / "best")
-    average_weights(new, first, config.first_share)
-    is_folder = Path(first_name).exists()
-    metadata.training[FIRST_HEAD] = str(Path(first_name).resolve()) if is_folder else first_name
-    save_head(new, output / "new", metadata)
-    judgement = judge(
-        config, manifest_of(recorded / "states"), rows_of(recorded / "judged.jsonl"), output / "new"
-    )
-    page = report(config, judgement)
-    write_whole(output / "report.md", page)
-    log.info(page)
-    if not judgement.taken:
-        return None
-    save_head(new, best, metadata)
-    return best
 
 
 def first_head(
@@ -207,7 +207,13 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     longest = max(len(row["input_ids"]) for row in rows)
     options = {"type": head_name(head), **dataclasses.asdict(head.config)}
     if head.draft_vocab_size < head.target.vocab_size:
-        options["draft_vocab_size"] = len(_drafted(head, rows))
+        # Tokens of the old head and of the answers. None gives way: the answers do not tell which
+        # of them other texts need.
+        drafted = set(head.vocabulary().tolist())
+        for row in rows:
+            answer = zip(row["input_ids"], row["loss_mask"], strict=True)
+            drafted.update(token for token, own in answer if own)
+        options["draft_vocab_size"] = len(drafted)
     return TrainConfig(
         target=config.target,
         target_revision=manifest["revision"],
@@ -292,15 +298,3 @@ def _architecture(head: DraftHead) -> dict[str, Any]:
     options = {**dataclasses.asdict(head.config), "draft_vocab_size": None}
     target = dataclasses.replace(head.target, name="")
     return {"head": head_name(head), "target": target, **options}
-
-
-def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:
-    """Tokens that the new head drafts: those of the old one, and those of the answers.
-
-    None gives way: the answers do not tell which of them other texts need.
-    """
-    tokens = set(head.vocabulary().tolist())
-    for row in rows:
-        answer = zip(row["input_ids"], row["loss_mask"], strict=True)
-        tokens.update(token for token, own in answer if own)
-    return tokens

@@ -194,7 +194,14 @@ def _replayed(
             " of recorded answers, or a file of conversations such as the head was trained on"
             " (JSON Lines, Parquet)"
         )
-    _check_same_states(config.replay, manifest_of(config.replay), config.recorded, manifest)
+    other = manifest_of(config.replay)
+    for name, value in manifest.items():
+        if other.get(name) != value:
+            raise ValueError(
+                f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and"
+                f" {config.recorded!r} with {value!r}; replay what is of the same target, layers"
+                " and format"
+            )
     replayed = _linked(config.replay, states)
     if not replayed:
         raise ValueError(
@@ -254,23 +261,6 @@ def _conversations(
             f" {unusable[0]}"
         )
     return rows
-
-
-def _check_same_states(
-    folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]
-) -> None:
-    """Refuse a folder of other states than those that were recorded.
-
-    Raises:
-        ValueError: what differs.
-    """
-    if other == manifest:
-        return
-    name = next(name for name in manifest if other.get(name) != manifest[name])
-    raise ValueError(
-        f"{folder!r} holds states with {name} = {other.get(name)!r}, and {recorded!r} with "
-        f"{manifest[name]!r}; replay what is of the same target, layers and format"
-    )
 
 
 def _linked(source: str, folder: Path) -> list[dict[str, Any]]:

@@ -541,7 +541,13 @@ class RecordedCall:
             return f"its prompt is as long as max_length, {self.recording.max_length} tokens"
         if call.prompt_inputs is not None:
             return "its prompt holds images"
-        if self._crosses_border(len(prompt), length):
+        # Would the target compute other states if it read the whole text at once?
+        segments = call.target.segments
+        if (
+            segments is not None
+            and segments.by_last
+            and segments.of(len(prompt) - 1) != segments.of(length - 1)
+        ):
             return "the target computes its first tokens otherwise than its last (longrope)"
         return Answer(
             tokens[:length],
@@ -550,10 +556,3 @@ class RecordedCall:
             replace(self.marks, ended=ended, cut=length < len(tokens)),
             sum(states_TLD.nbytes for states_TLD in text.pieces),
         )
-
-    def _crosses_border(self, prompt: int, length: int) -> bool:
-        """Whether the target would compute other states if it read the whole text at once."""
-        segments = self.call.target.segments
-        if segments is None or not segments.by_last:
-            return False
-        return segments.of(prompt - 1) != segments.of(length - 1)

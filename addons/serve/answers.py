@@ -356,24 +356,18 @@ class _Work:
         columns["temperature"] = prompt.get("temperature", self.config.temperature)
         conversation = Conversation(columns, prompt["turns"], prompt["tools"])
         while conversation.goes_on:
-            answer = self._answer(server, conversation)
-            if answer is None:
+            answer = None
+            sent = self._ask(server, conversation)
+            if sent is not None:
+                with self.changed:  # tokenizers are not for several threads at once, either
+                    answer = self._answer(server, conversation, sent)
+            if answer is None:  # not usable, or the server refuses the prompt
                 conversation.ended = True
             else:
                 conversation.answers.append(answer)
         return conversation
 
-    def _answer(self, server: _Server, conversation: Conversation) -> Answer | None:
-        """Answer the next turn; None if the answer is unusable or the server refuses the prompt."""
-        sent = self._ask(server, conversation)
-        if sent is None:
-            return None
-        with self.changed:  # tokenizers are not for several threads at once, either
-            return self._usable_answer(server, conversation, sent)
-
-    def _usable_answer(
-        self, server: _Server, conversation: Conversation, sent: str
-    ) -> Answer | None:
+    def _answer(self, server: _Server, conversation: Conversation, sent: str) -> Answer | None:
         """Read what a server sent for the next turn; None if it is not usable."""
         number = conversation.columns["number"]
         try:
@@ -399,11 +393,16 @@ class _Work:
                 f" {self.config.output} hold; start it as the server that wrote them, or choose"
                 " another output"
             )
-        answer = (
-            self._with_tokens(server, conversation, reply)
-            if self.with_tokens
-            else self._with_text(reply)
-        )
+        if self.with_tokens:
+            answer = self._with_tokens(server, conversation, reply)
+        else:
+            message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+            if reply.reasoning:
+                message["reasoning_content"] = reply.reasoning
+            if _can_be_read(reply.tool_calls):
+                message["tool_calls"] = reply.tool_calls
+            length = reply.length if reply.length is not None else len(text_of(message).split())
+            answer = Answer(message, reply.finished, bool(reply.tool_calls), length)
         units: list[Any] = list(answer.tokens) or text_of(answer.message).split()
         said = text_of(answer.message) + ("a tool call" if "tool_calls" in answer.message else "")
         if not is_usable(said, units, answer.finished, self.config):
@@ -495,16 +494,6 @@ class _Work:
                 f" {_shown(tokenizer.decode(rendered)[-60:])} here; training takes the server's,"
                 " and decoding here would take the other"
             )
-
-    def _with_text(self, reply: Reply) -> Answer:
-        """An answer of which only content and reasoning are known."""
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if _can_be_read(reply.tool_calls):
-            message["tool_calls"] = reply.tool_calls
-        length = reply.length if reply.length is not None else len(text_of(message).split())
-        return Answer(message, reply.finished, bool(reply.tool_calls), length)
 
     def _checked_text(
         self, server: _Server, conversation: Conversation, answer: Answer

@@ -28,10 +28,9 @@ from ...inference.drafters.round import Round
 from ...inference.drafters.tree_policies import model_rows
 from ...inference.rounds.observers import ObservedCall, RoundObserver
 from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
-from ...inference.trees.stats import PARTS, RoundRecord, Stats
+from ...inference.trees.stats import PARTS, Stats
 from ...inference.trees.tree_spec import TreeKind
 from ...inference.trees.verify import (
-    AcceptanceRule,
     greedy,
     is_lossy_rule,
     is_rule,
@@ -96,20 +95,6 @@ class RecordingSampler(RandomSampler):
         self.probs = probs
         self.drawn = drawn
         return drawn
-
-
-def repeated_draws(rule: AcceptanceRule, finished: Round) -> RecordingSampler | None:
-    """The draws of a rule in a round; None if it draws nothing.
-
-    The rule decides once more, by the same random numbers.
-    """
-    numbers = finished.numbers
-    if numbers is None:
-        return None
-    drawing = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers.from_start()
-    sampler = RecordingSampler(drawing)
-    rule(finished.verified, finished.scores_BNV, sampler)
-    return sampler
 
 
 @dataclass(frozen=True)
@@ -266,7 +251,9 @@ class Recorder:
                 "emitted": done.returned,
             }
         )
-        self.drafted += places(number, done)
+        # Round 4 accepted two drafts: [(4, 1), (4, 2), (4, 0)], the bonus token last.
+        for depth in range(1, done.returned + 1):
+            self.drafted.append((number, depth if depth <= done.accepted else 0))
 
     def _columns(self, finished: Round) -> dict[str, Tensor]:
         """Tensors to record of a round, on its device."""
@@ -274,7 +261,6 @@ class Recorder:
         #    computed at its parent, and of the best tokens after each node.
         tree = finished.verified
         rule = self.call.rule
-        sampler = repeated_draws(rule, finished)
         scores_NV = finished.scores_BNV[0]
         probs_NV = scores_NV.softmax(-1)
         above_N = tree.parents_BN[0].clamp(min=0)  # the root's parent, -1, becomes 0
@@ -302,7 +288,14 @@ class Recorder:
         if is_rule(rule, typical):
             options = rule.keywords if isinstance(rule, partial) else {}
             columns["threshold"] = typical_threshold(scores_NV.log_softmax(-1), **options)
-        if sampler is None or sampler.probs is None:
+        numbers = finished.numbers
+        if numbers is None:
+            return columns
+        # The rule decides once more, by the same random numbers.
+        drawing = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers.from_start()
+        sampler = RecordingSampler(drawing)
+        rule(tree, finished.scores_BNV, sampler)
+        if sampler.probs is None:
             return columns
         assert sampler.numbers is not None and sampler.drawn is not None
         if sampler.trials:
@@ -477,16 +470,6 @@ def draws_of(
     sampled = [value or 0.0 for value in q]
     draws = toured_draws if is_rule(rule, traversal) else walked_draws
     return draws(tree, sampled, columns.get("trials", ()), columns["uniform"][0])
-
-
-def places(number: int, done: RoundRecord) -> list[tuple[int, int]]:
-    """Round and depth of each token that a round returned.
-
-    For example, round 4 accepted two drafts: [(4, 1), (4, 2), (4, 0)], the bonus token last.
-    """
-    return [
-        (number, depth if depth <= done.accepted else 0) for depth in range(1, done.returned + 1)
-    ]
 
 
 def rounded(value: float | None) -> float | None:

@@ -160,9 +160,21 @@ def trace_report(traces: Sequence[dict[str, Any]]) -> TraceReport:
     all_positions: list[Position] = []
     prompts = []
     for trace in traces:
-        positions_of_trace = list(positions(trace))
-        all_positions += positions_of_trace
-        prompts.append(prompt_row(trace, positions_of_trace))
+        tried = list(positions(trace))
+        all_positions += tried
+        rejected = sum(not position.hit for position in tried)
+        figures = trace["stats"]
+        plain_decoding = trace["plain"] or {}
+        row = PromptRow(
+            prompt=trace["prompt"],
+            tokens=figures["tokens"],
+            rounds=figures["rounds"],
+            acceptance_length=_number(figures["acceptance_length"]),
+            rejection_rate=rejected / len(tried) if tried else math.nan,
+            tokens_per_second=_number(figures["tokens_per_second"]),
+            plain_tokens_per_second=_number(plain_decoding.get("tokens_per_second")),
+        )
+        prompts.append(row)
     most_missed = counts(all_positions, lambda token: token)[:MOST]
     plain = [trace["plain"]["ms_per_token"] for trace in traces if trace["plain"]]
     return TraceReport(
@@ -181,7 +193,7 @@ def stats_of(trace: dict[str, Any]) -> Stats:
     """The statistics of a trace's rounds, as far as they say what was accepted."""
     depth = len(trace["stats"]["acceptance_rate_by_depth"])
     row = []
-    milliseconds = dict.fromkeys(parts_of(trace), 0.0)
+    milliseconds: dict[str, float] = defaultdict(float)
     round_seconds = []
     for number, recorded in enumerate(trace["rounds"]):
         # Of the accepted nodes one is the root.
@@ -195,11 +207,6 @@ def stats_of(trace: dict[str, Any]) -> Stats:
         round_seconds.append(recorded["ms"] / 1000)
     seconds = {part: value / 1000 for part, value in milliseconds.items()}
     return Stats([row], depth, seconds, round_seconds)
-
-
-def parts_of(trace: dict[str, Any]) -> list[str]:
-    """Parts of the rounds' time, as they are named in a trace."""
-    return list(dict.fromkeys(part for recorded in trace["rounds"] for part in recorded["parts"]))
 
 
 def node_depths(recorded: dict[str, Any]) -> list[int]:
@@ -294,22 +301,6 @@ def calibration(tried: Iterable[tuple[float, float, bool]]) -> list[CalibrationB
         means = [sum(column) / len(members) for column in zip(*members, strict=True)]
         filled.append(CalibrationBin(len(members), *means))
     return filled
-
-
-def prompt_row(trace: dict[str, Any], tried: Sequence[Position]) -> PromptRow:
-    """One trace in numbers."""
-    rejected = sum(not position.hit for position in tried)
-    stats = trace["stats"]
-    plain = trace["plain"] or {}
-    return PromptRow(
-        prompt=trace["prompt"],
-        tokens=stats["tokens"],
-        rounds=stats["rounds"],
-        acceptance_length=_number(stats["acceptance_length"]),
-        rejection_rate=rejected / len(tried) if tried else math.nan,
-        tokens_per_second=_number(stats["tokens_per_second"]),
-        plain_tokens_per_second=_number(plain.get("tokens_per_second")),
-    )
 
 
 def _number(value: float | None) -> float:
