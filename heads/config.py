@@ -1,19 +1,30 @@
-"""Options that heads made of decoder layers share."""
+"""Options that heads share, with their limits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ..options import shown
+from ..options import check_values, limited, shown
 from .base import LONGEST_DRAFT
 
 
 @dataclass(frozen=True)
-class BlocksConfig:
+class HeadConfig:
+    """Options of a head; a ValueError refuses a value that no head can have."""
+
+    name: ClassVar[str]
+    """Of the head, for errors."""
+
+    def __post_init__(self) -> None:
+        check_values(self, f"{self.name} ")
+
+
+@dataclass(frozen=True)
+class BlocksConfig(HeadConfig):
     """Options of a head made of decoder layers; null takes the target's own value."""
 
-    num_layers: int = 1
+    num_layers: int = limited(1, minimum=1)
     """Decoder layers; those after the first are Llama blocks."""
     intermediate_size: int | None = None
     """Width of the MLP."""
@@ -33,38 +44,28 @@ class BlocksConfig:
     """Starting values of the decoder layers: random, last (the target's last block), or a block's
     number."""
 
-    def check(self, head: str) -> None:
-        """Refuse values that no head of this name can have."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(
-                f"{head} start must be random, last or the number of a block, not"
+                f"{self.name} start must be random, last or the number of a block, not"
                 f" {shown(self.start)}"
             )
 
 
 @dataclass(frozen=True)
 class LayersConfig(BlocksConfig):
-    """Options that EAGLE and EAGLE-3 share: their layers read their own outputs."""
+    """Options of a head whose layers read their own outputs."""
 
-    depth: int = 5
+    depth: int = limited(5, minimum=1, maximum=LONGEST_DRAFT)
     """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
+    train_steps: int | None = limited(None, minimum=1)
     """Steps of training-time test; null for `depth`."""
-    attention_bias: bool = False
-    """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
 
-    def check(self, head: str) -> None:
-        depth, layers = self.depth, self.num_layers
-        if depth < 1 or layers < 1:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_steps is not None and self.train_steps > self.depth:
             raise ValueError(
-                f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}"
+                f"{self.name} train_steps must be at most the depth {self.depth}, not"
+                f" {self.train_steps}"
             )
-        if depth > LONGEST_DRAFT:
-            raise ValueError(
-                f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
-            )
-        if self.train_steps is not None and not 1 <= self.train_steps <= depth:
-            raise ValueError(
-                f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}"
-            )
-        super().check(head)

@@ -100,10 +100,7 @@ class Draft:
 
 
 class TargetProbs(NamedTuple):
-    """The target's probabilities at some positions.
-
-    They are those of the whole draft vocabulary, or of its most likely tokens.
-    """
+    """The target's probabilities of the draft vocabulary, or of its most likely tokens."""
 
     renormalised_NT: Tensor
     """Probabilities that sum to one."""
@@ -351,10 +348,7 @@ def _add(
 
 
 def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
-    """Return the drafts without their graphs, in autocast's dtype.
-
-    They are cast once, not once for each chunk.
-    """
+    """The drafts without graphs, cast to autocast's dtype once instead of for each chunk."""
     device = drafts[0].hidden_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     cast: dict[Tensor, Tensor] = {}  # depths share the LM head
@@ -459,10 +453,7 @@ def _truths(
 
 
 def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice | Tensor]]:
-    """Return the states that judge a chunk, and each depth's indices among them.
-
-    The states are numbered as in `rows_NK`.
-    """
+    """The states that judge a chunk, as in `rows_NK`, and each depth's indices among them."""
     rows_NK = positions.rows_NK
     count, depths = rows_NK.shape
     device = rows_NK.device

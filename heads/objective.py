@@ -6,6 +6,9 @@ An objective is an option of training. The losses are defined in `losses.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from ..options import check_values, limited
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
 """Losses over the vocabulary."""
@@ -25,17 +28,17 @@ class Objective:
 
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
+    depth_weights: Literal["decay", "d_pace"] = "decay"
     """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a
     token's log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the
     true token (arXiv:2605.18810), by which speculators and NVIDIA train DFlash. The losses of
     NEED_HEAD keep decay."""
-    decay: float = 0.8
+    decay: float = limited(0.8, above=0)
     """Loss weight of a depth relative to the one before, for depth_weights: decay."""
-    target_top_k: int | None = None
+    target_top_k: int | None = limited(None, minimum=1)
     """Number of the target's most likely tokens to which its distribution is truncated,
     renormalised where the loss renormalises; None for the whole draft vocabulary."""
-    d_pace_smoothing: float = 0.0
+    d_pace_smoothing: float = limited(0.0, minimum=0, maximum=1)
     """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep
     tokens count early."""
 
@@ -88,23 +91,8 @@ class Objective:
         if not any(self.loss.values()):
             raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
 
-        # 2. The weights of depths.
-        if self.depth_weights not in ("decay", "d_pace"):
-            raise ValueError(
-                f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace"
-            )
-        if not 0 <= self.d_pace_smoothing <= 1:
-            raise ValueError(
-                f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}"
-            )
-        if self.decay <= 0:
-            raise ValueError(f"{head} decay must be above 0, not {self.decay}")
-
-        # 3. The target's distribution.
-        if self.target_top_k is not None and self.target_top_k < 1:
-            raise ValueError(
-                f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}"
-            )
+        # 2. The weights of depths, and the target's distribution.
+        check_values(self, f"{head} ")
         if self.target_top_k is not None and self.loss.get("reverse_kl"):
             raise ValueError(
                 f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p"

@@ -521,10 +521,7 @@ class ExcessSum:
         self.change += draws * abs(changed - p)
 
     def test(self, kind: Literal["tokens", "surprise"], position: int) -> SamplingTest | None:
-        """Return a test of the sum, or None where its distribution is far from normal.
-
-        This happens with too small a variance, as where all draws are certain.
-        """
+        """A test of the sum; None where its variance is too small for a nearly normal one."""
         if self.variance < EXPECTED:
             return None
         deviation = math.sqrt(self.variance)
@@ -658,10 +655,7 @@ def counts_by_path(continuations: Sequence[Path], position: int) -> dict[Path, C
 def path_test(
     counts: Mapping[int, int], reference: NextToken, rounded: NextToken
 ) -> SamplingTest | None:
-    """Return Pearson's test of the tokens after one path.
-
-    None where fewer than two bins can be expected to fill.
-    """
+    """Pearson's test of the tokens after one path; None if fewer than two bins can fill."""
     # 1. The bins: tokens that are expected often enough, and the rest in one. A rest that would not
     #    fill its bin takes more tokens. A rest of at most 1e-9 is rounding.
     draws = sum(counts.values())

@@ -201,10 +201,7 @@ def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[
 
 
 class ServerEngine:
-    """An engine behind an OpenAI-compatible server (vLLM, SGLang).
-
-    The server is asked for answers and log-probabilities.
-    """
+    """An OpenAI-compatible server (vLLM, SGLang), asked for answers and log-probabilities."""
 
     def __init__(
         self,

@@ -109,10 +109,7 @@ class Expansion:
 
 
 class Tracer(RoundObserver):
-    """Records each `generate` call of one row, nested calls included.
-
-    A streamer or a processor may call `generate` inside another call.
-    """
+    """Records each `generate` call of one row, nested ones (of a streamer, say) included."""
 
     def __init__(self) -> None:
         self.running: list[Recorder | None] = []
@@ -414,10 +411,7 @@ def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
 def drafts_of(
     tree: HostTree, columns: dict[str, Any], levels: int
 ) -> tuple[list[float | None], dict[int, tuple[list[float], list[float]]]]:
-    """Return each node token's draft probability, and the best children by node.
-
-    The probability is None where no draft model gave one.
-    """
+    """Draft probability of each node's token, None if unknown, and best children by node."""
     q: list[float | None] = [None] * len(tree.tokens)
     likely: dict[int, tuple[list[float], list[float]]] = {}
     nodes = range(len(tree.tokens))

@@ -215,10 +215,7 @@ def attention_bias(source: Source) -> bool:
 
 
 def layer_keys(source: Source) -> Keys:
-    """Return the decoder layer of a speculators config.
-
-    Absent keys have the defaults of the layer's class.
-    """
+    """The decoder layer of a speculators config; absent keys have its class's defaults."""
     where = "transformer_layer_config"
     layer_config = dict(source.keys[where])
     classes = {"llama": LlamaConfig, "qwen3": Qwen3Config}

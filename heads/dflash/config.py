@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...options import limited
 from ..base import LONGEST_DRAFT
 from ..config import BlocksConfig
 
@@ -17,11 +18,11 @@ class DFlashConfig(BlocksConfig):
     mask_token_id: int | None = None
     """Token that stands for what is to be drafted, which texts should not hold; null for the last
     of the vocabulary."""
-    block_size: int = 8
+    block_size: int = limited(8, minimum=2, maximum=LONGEST_DRAFT)
     """Slots of a block, the root's included."""
     sample_from_anchor: bool = False
     """Whether the root's slot drafts too (DSpark): block_size drafts instead of one fewer."""
-    num_layers: int = 2
+    num_layers: int = limited(2, minimum=1)
     """Decoder layers."""
     feature_layers: list[int] | None = None
     """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers,
@@ -29,10 +30,10 @@ class DFlashConfig(BlocksConfig):
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the
     target's LM head."""
-    max_anchors: int = 128
+    max_anchors: int = limited(128, minimum=1)
     """Anchors of a sequence at most, in a packed row too, drawn anew in every step; an evaluation
     draws as many, always the same."""
-    sliding_window: int | None = None
+    sliding_window: int | None = limited(None, minimum=1)
     """Tokens of the context, the root left out, that sliding layers see; null for layers that see
     all of it."""
     sliding_layers: list[int] | None = None
@@ -46,25 +47,11 @@ class DFlashConfig(BlocksConfig):
     number."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 2 or self.num_layers < 1 or self.max_anchors < 1:
-            raise ValueError(
-                f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of"
-                f" at least 1, not {self.block_size}, {self.num_layers} and {self.max_anchors}"
-            )
-        if self.block_size > LONGEST_DRAFT:
-            raise ValueError(
-                f"{self.name} block_size {self.block_size} is too large: at most {LONGEST_DRAFT}"
-            )
+        super().__post_init__()
         sliding = self.sliding_layers or []
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"{self.name} sliding_window must be at least 1, or null for none, not"
-                f" {self.sliding_window}"
-            )
         in_range = set(sliding) <= set(range(self.num_layers))
         if (self.sliding_window is None and sliding) or not in_range:
             raise ValueError(
                 f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from"
                 f" 0 to {self.num_layers - 1}"
             )
-        self.check(self.name)

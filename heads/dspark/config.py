@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from ...options import limited
+from ..base import LONGEST_DRAFT
 from ..dflash.config import DFlashConfig
-
-MARKOV = ("vanilla", "gated", "rnn")
-"""Ways in which a draft depends on the token before it."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +15,14 @@ class DSparkConfig(DFlashConfig):
     """Options of a DSpark head; null takes the target's own value."""
 
     name: ClassVar[str] = "dspark"
-    block_size: int = 7
+    block_size: int = limited(7, minimum=2, maximum=LONGEST_DRAFT)
     """Slots of a block, the root's included."""
     sample_from_anchor: bool = True
     """Whether the root's slot drafts too: block_size drafts instead of one fewer."""
-    markov: str = "vanilla"
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
     """How a draft depends on the token before it: vanilla, gated (by the slot's state) or rnn (on
     all before it)."""
-    markov_rank: int = 256
+    markov_rank: int = limited(256, minimum=1)
     """Width r of that dependence."""
     confidence: bool = True
     """Whether the head estimates its acceptance rate, trained by the loss `confidence`."""
@@ -32,11 +31,6 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov not in MARKOV or self.markov_rank < 1:
-            raise ValueError(
-                f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not"
-                f" {self.markov!r} and {self.markov_rank}"
-            )
         if self.markov == "rnn" and not self.sample_from_anchor:
             raise ValueError(
                 "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the"

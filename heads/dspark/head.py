@@ -63,10 +63,7 @@ class MarkovHead(nn.Module):
     def forward(
         self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of `markov_w2` and the memory, both after each embedded token.
-
-        The input is [..., W, R].
-        """
+        """The input [..., W, R] of `markov_w2` and the memory, after each embedded token."""
         if self.memory:  # rnn
             joined = torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)  # [..., W, 2 R + D]
             gate_WR, new_WR, out_WR = self.joint_proj(joined).chunk(3, -1)
@@ -79,10 +76,7 @@ class MarkovHead(nn.Module):
 
 
 class DSparkHead(DFlashHead):
-    """DFlash's layers, with each draft corrected by the token before it.
-
-    The head may also estimate its acceptance rate.
-    """
+    """DFlash, each draft corrected by the token before it; may estimate its acceptance rate."""
 
     config_class = DSparkConfig
     config: DSparkConfig

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from ...options import limited
+from ..base import LONGEST_DRAFT
 from ..config import LayersConfig
 
 
@@ -11,7 +14,10 @@ from ..config import LayersConfig
 class Eagle3Config(LayersConfig):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
-    depth: int = 7
+    name: ClassVar[str] = "eagle3"
+    depth: int = limited(7, minimum=1, maximum=LONGEST_DRAFT)
+    attention_bias: bool = False
+    """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
     feature_layers: list[int] | None = None
     """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4, of a target
     with fewer than seven blocks the first, a middle one and the last but one."""
@@ -38,7 +44,7 @@ class Eagle3Config(LayersConfig):
     a long text; null for all of the text."""
 
     def __post_init__(self) -> None:
-        self.check("eagle3")
+        super().__post_init__()
         if self.sliding_window is not None and self.sliding_window < self.depth:
             raise ValueError(
                 f"eagle3 sliding_window {self.sliding_window} is shorter than a draft; choose at"

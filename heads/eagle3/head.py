@@ -55,10 +55,7 @@ from .formats import EAGLE3
 
 
 class FusionLayer(nn.Module):
-    """The first decoder layer, whose attention reads [embedding, state].
-
-    The residual stream is the state alone.
-    """
+    """The first layer: attention reads [embedding, state], the residual is the state alone."""
 
     def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
@@ -247,10 +244,7 @@ class Eagle3Head(OffsetVocabularyHead):
         return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """Return the teacher-forced outputs of every step.
-
-        They are [B, T, D], or [1, N, D] at the draft positions of `test`.
-        """
+        """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at `test`'s positions."""
         fed_back = self.norm if self.config.norm_output else None
         return test.outputs(
             self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...options import limited
 from ..medusa.config import MedusaConfig
 
 
 @dataclass(frozen=True)
 class HydraConfig(MedusaConfig):
-    """Options of a Hydra head: Medusa's, and more.
-
-    The block that joins state and tokens counts in `num_layers`.
-    """
+    """Options of a Hydra head: Medusa's, the joining block counting in `num_layers`, and more."""
 
     name: ClassVar[str] = "hydra"
 
@@ -30,5 +28,5 @@ class HydraPlusPlusConfig(HydraConfig):
     """Options of a Hydra++ head: Hydra's with other defaults."""
 
     name: ClassVar[str] = "hydra++"
-    num_layers: int = 4
+    num_layers: int = limited(4, minimum=1)
     prefix_layer: bool = True

@@ -97,10 +97,7 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 class Download:
-    """A copy of a tensor to the host that begins at once.
-
-    It does not wait for work that is launched after it.
-    """
+    """A copy of a tensor to the host that begins at once and waits for no later work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

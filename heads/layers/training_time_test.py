@@ -121,10 +121,7 @@ def causal_blocks(
 
 
 def listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block attends to, and the numbers of all key blocks.
-
-    The blocks attended to come first.
-    """
+    """How many key blocks each query block attends to, and all block numbers, those first."""
     # Chosen [0, 1, 0, 1] gives a count of 2 and the order [1, 3, 0, 2].
     order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
@@ -191,10 +188,7 @@ class TrainingTimeTest:
         return self.window - step
 
     def block_mask(self, window: int | None = None) -> BlockMask:
-        """Return the causal block mask of flex_attention for packed rows.
-
-        Each token attends within its sequence and within the window.
-        """
+        """The causal block mask for packed rows, within each sequence and the window."""
         assert self.sequences_BT is not None
         if window not in self._block_masks:
             self._block_masks[window] = causal_blocks(self.sequences_BT, window=window)
@@ -375,10 +369,7 @@ def _join(
 
 
 class _Joined(torch.autograd.Function):
-    """Autograd function that joins own drafts to attention over the sequence.
-
-    It saves a group's keys once, not once for each query head.
-    """
+    """Joins own drafts to attention over the sequence; saves a group's keys once."""
 
     @staticmethod
     def forward(

@@ -27,10 +27,7 @@ KERNEL_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Slots that the last N of M uncommitted nodes attend to.
-
-    They are the committed tokens and each node's own path.
-    """
+    """Slots that the last N of M uncommitted nodes see: committed tokens, their own path."""
 
     ancestors_BNM: Tensor
     """Bool, or bytes that are 0 where a new node does not attend to an uncommitted one."""

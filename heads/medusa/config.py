@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ...options import limited
+from ..config import HeadConfig
+
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(HeadConfig):
     """Options of a Medusa head."""
 
     name: ClassVar[str] = "medusa"
 
-    num_heads: int = 4
+    num_heads: int = limited(4, minimum=1)
     """Draft length: tokens drafted after the root, one head each."""
-    num_layers: int = 1
+    num_layers: int = limited(1, minimum=1)
     """Residual blocks per head."""
     bias: bool = True
     """Bias in the blocks' linears."""
@@ -26,11 +29,7 @@ class MedusaConfig:
     them."""
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads}"
-                f" and {self.num_layers}"
-            )
+        super().__post_init__()
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError(
                 f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all"

@@ -38,10 +38,7 @@ class MedusaState(DraftState):
 
 
 class ResidualBlocks(nn.Module):
-    """Residual blocks x + SiLU(W x + b), whose W starts at zero (section 2.1.1).
-
-    A new head therefore begins as its LM head.
-    """
+    """Blocks x + SiLU(W x + b); W starts at zero (section 2.1.1): a new head is its LM head."""
 
     def __init__(self, width: int, count: int, bias: bool) -> None:
         super().__init__()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from ...options import limited
 from ..base import LONGEST_DRAFT
-from ..config import BlocksConfig
+from ..config import LayersConfig
 
 OF_LLAMA = (
     "intermediate_size",
@@ -21,14 +22,15 @@ OF_LLAMA = (
 
 
 @dataclass(frozen=True)
-class MtpConfig(BlocksConfig):
+class MtpConfig(LayersConfig):
     """Options of an MTP head."""
 
-    num_layers: int = 1
+    name: ClassVar[str] = "mtp"
+    num_layers: int = limited(1, minimum=1)
     """Decoder layers: one for all depths, or as many as the head drafts, one for each depth."""
-    depth: int = 3
+    depth: int = limited(3, minimum=1, maximum=LONGEST_DRAFT)
     """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
+    train_steps: int | None = limited(None, minimum=1)
     """Steps of training-time test; null for 3, or `depth` if that is less."""
     layer: dict[str, Any] | None = None
     """The target's text config with its model_type, which says of what kind the layers are; null
@@ -45,16 +47,7 @@ class MtpConfig(BlocksConfig):
     """Feed back y, the output after `final_layernorm`; false for the output before it."""
 
     def __post_init__(self) -> None:
-        self.check("mtp")
-        if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"mtp needs a depth and num_layers of at least 1, not {self.depth} and"
-                f" {self.num_layers}"
-            )
-        if self.depth > LONGEST_DRAFT:
-            raise ValueError(
-                f"mtp depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
-            )
+        super().__post_init__()
         if self.num_layers > 1 and self.depth != self.num_layers:
             raise ValueError(
                 "with several layers each drafts one depth, so mtp depth must be num_layers, not"
@@ -64,10 +57,6 @@ class MtpConfig(BlocksConfig):
             raise ValueError(
                 f"mtp train_steps must be the depth {self.depth}, or some layers would not be"
                 " trained"
-            )
-        if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
-            raise ValueError(
-                f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}"
             )
         # `layer` describes a whole layer, and these options another one.
         of_llama = [

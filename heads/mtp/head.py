@@ -210,10 +210,7 @@ class MtpHead(DraftHead):
             weight.mul_(moved / STEP)
 
     def _moved(self, k: int, part: slice, gain_D: Tensor) -> float:
-        """Return how far layer k moves the residual stream of random states.
-
-        The distance is relative to the stream's norm.
-        """
+        """How far, relative to its norm, layer k moves the residual stream of random states."""
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
@@ -307,10 +304,7 @@ class MtpHead(DraftHead):
         kv: KVView,
         modules: TargetModules,
     ) -> Tensor:
-        """Return the output of layer k before its last norm.
-
-        `hidden_BTD` holds the target's states or a layer's outputs.
-        """
+        """Output of layer k before its last norm, from target states or a layer's outputs."""
         layer: Any = self.mtp_layers[k]
         dtype = layer.input_proj.weight.dtype
         embeds_BTD = modules.embed(next_tokens_BT).to(dtype)

@@ -641,7 +641,7 @@ def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time
         (({"ce": 0.0, "kl": 0}, "decay", 1.0), "eagle3 needs 0"),
         (({}, "decay", 1.0), "eagle3 needs 0"),
         (({"smooth_l1": 1.0}, "decay", 1.0), "eagle3 'smooth_l1'"),
-        (({"ce": 1.0}, "pace", 1.0), "unknown eagle3 depth_weights 'pace' d_pace"),
+        (({"ce": 1.0}, "pace", 1.0), "eagle3 depth_weights 'pace' decay d_pace"),
         (({"ce": 1.0}, "decay", 0.0), "eagle3 0 0.0"),
         (({"kl": 1.0}, "decay", 1.0, 0), "eagle3 target_top_k 1 0"),
         (({"reverse_kl": 0.1}, "decay", 1.0, 8), "eagle3 target_top_k reverse_kl"),
