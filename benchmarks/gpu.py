@@ -986,7 +986,7 @@ def training(bench: Bench) -> None:
 Change = tuple[ModuleType, str, Any]
 """An attribute of a module, and what takes its place."""
 UNFUSED_LOSSES: list[Change] = [
-    (losses, name, getattr(losses, name).__wrapped__) for name in ("judged", "probabilities")
+    (losses, name, getattr(losses, name).__wrapped__) for name in ("depth_loss", "probabilities")
 ]
 ROWS_BY_THE_MODEL: list[Change] = [(engines_target, "row_reader", lambda target: None)]
 TRAINING_WAYS: dict[str, list[Change]] = {

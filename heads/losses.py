@@ -145,18 +145,6 @@ class DepthMetrics(NamedTuple):
     """How often the true token was the i-th best draft."""
 
 
-def depth_loss(
-    draft: Draft, truth: Truth, objective: Objective, modules: TargetModules, ranks: int
-) -> tuple[Tensor, DepthMetrics]:
-    """The weighted loss of a chunk of positions at one depth, summed over them, and its metrics.
-
-    Positions without a draft get a weight of 0: they are few, at the ends of answers, and to leave
-    them out the host would have to wait for the accelerator.
-    """
-    logits_NV, correction_NV = draft.products(modules)
-    return judged(logits_NV, correction_NV, draft.confidence_N, truth, objective, ranks)
-
-
 def corrected(logits_NV: Tensor, correction_NV: Tensor | None) -> Tensor:
     """The draft's logits in at least float32."""
     logits_NV = at_least_fp32(logits_NV)
@@ -164,7 +152,7 @@ def corrected(logits_NV: Tensor, correction_NV: Tensor | None) -> Tensor:
 
 
 @fused_on_gpu
-def judged(
+def depth_loss(
     logits_NV: Tensor,
     correction_NV: Tensor | None,
     confidence_N: Tensor | None,
@@ -172,7 +160,11 @@ def judged(
     objective: Objective,
     ranks: int,
 ) -> tuple[Tensor, DepthMetrics]:
-    """`depth_loss` from the draft's logits."""
+    """The weighted loss of a chunk of positions at one depth, summed over them, and its metrics.
+
+    Positions without a draft get a weight of 0: they are few, at the ends of answers, and to leave
+    them out the host would have to wait for the accelerator.
+    """
     # 1. The draft's distribution q.
     wide_NV = corrected(logits_NV, correction_NV)
     hits_I = _hits(wide_NV.detach(), truth, ranks)
@@ -381,7 +373,9 @@ def _value_and_gradients(
     """
     leaves = {name: getattr(draft, name).detach().requires_grad_() for name in learned}
     with torch.set_grad_enabled(bool(learned)):
-        loss, metrics = depth_loss(replace(draft, **leaves), truth, objective, modules, ranks)
+        leaf = replace(draft, **leaves)
+        products = leaf.products(modules)
+        loss, metrics = depth_loss(*products, leaf.confidence_N, truth, objective, ranks)
     # No graph in evaluation, nor where the objective has only losses that are added elsewhere
     # (smooth_l1).
     if not learned or not loss.requires_grad:

@@ -18,6 +18,7 @@ import json
 import re
 import secrets
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,8 @@ class RecordedFolder:
         """Remove answers until `size` more bytes fit: the oldest of the kind that takes most."""
         # 1. Files and their bytes by kind, the oldest first, as `text_shards` sorts by name. The
         # new answer's bytes count already.
-        files: dict[str, list[tuple[Path, int]]] = {_hashed(kind): []}
-        total = size
+        files: dict[str, list[tuple[Path, int]]] = {}
+        taken = Counter({_hashed(kind): size})
         for path in text_shards(self.folder):
             try:
                 bytes_of_file = path.stat().st_size
@@ -131,19 +132,14 @@ class RecordedFolder:
             if written is None:  # not by `write`: a copy that somebody keeps here
                 continue
             files.setdefault(written["kind"], []).append((path, bytes_of_file))
-            total += bytes_of_file
-        taken: dict[str, int] = {}
-        for name, files_of_kind in files.items():
-            taken[name] = sum(bytes_of_file for _, bytes_of_file in files_of_kind)
-        taken[_hashed(kind)] += size
+            taken[written["kind"]] += bytes_of_file
 
         # 2. Remove, file by file, until the rest fits.
-        while total > self.max_bytes:
+        while taken.total() > self.max_bytes:
             largest = max((name for name in files if files[name]), key=lambda name: taken[name])
             path, bytes_of_file = files[largest].pop(0)
             path.unlink(missing_ok=True)
             taken[largest] -= bytes_of_file
-            total -= bytes_of_file
 
 
 def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> None:

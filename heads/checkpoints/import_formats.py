@@ -12,7 +12,6 @@ contradict each other, and ids where offsets belong.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..by_name import build_head
 from ..mtp.native import RECURRENT_DEPTH, find, head_of_tensors
 from .formats import FORMATS
 from .reading import Keys, Source, TargetParts
-from .save_load import build_unloaded, take_dtypes
+from .save_load import build_unloaded, take_dtypes, tensor_problem
 from .tables import LLAMA, places
 
 LAYERLESS = ("medusa", "fasterdecoding", "hydra")
@@ -40,8 +39,6 @@ SIZES = (
     *("draft_vocab_size", "truncated_vocab_size", "block_size", "markov_rank"),
 )
 """Keys by which tensors have their shapes."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that a head's weights may have."""
 
 
 def recognise(config: dict[str, Any], names: set[str]) -> str:
@@ -68,19 +65,17 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
     for form, key in {"dspark": "markov_rank", "dflash": "dflash_config"}.items():
         if key in config:
             return form
-    tests: dict[str, Callable[[str], Any]] = {
-        "hydra": lambda name: name.startswith("hydra_"),
-        "fasterdecoding": lambda name: re.fullmatch(
-            r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)", name
-        ),
-        "medusa": lambda name: name.startswith("blocks.0.layers."),
-        "dspark": lambda name: name.startswith("markov_head."),
-        "dflash": lambda name: name == "hidden_norm.weight",
-        "eagle3": lambda name: name.endswith(".hidden_norm.weight") or name.startswith("midlayer."),
-        "eagle": lambda name: name == "fc.weight",
+    marks = {
+        "hydra": r"hydra_.*",
+        "fasterdecoding": r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)",
+        "medusa": r"blocks\.0\.layers\..*",
+        "dspark": r"markov_head\..*",
+        "dflash": r"hidden_norm\.weight",
+        "eagle3": r".*\.hidden_norm\.weight|midlayer\..*",
+        "eagle": r"fc\.weight",
     }
-    for form, belongs in tests.items():
-        if any(map(belongs, names)):
+    for form, mark in marks.items():
+        if any(re.fullmatch(mark, name) for name in names):
             return form
     shown = ", ".join(sorted(names)[:5]) or "nothing"
     raise ValueError(
@@ -315,20 +310,12 @@ def _matched(head: DraftHead, source: Source, tensors: dict[str, Tensor]) -> dic
         tensor = rest.pop(place.theirs, None)
         if tensor is None:
             problems.append(f"missing tensor {place.theirs!r} ({place.meaning})")
-        elif tensor.shape != place.tensor.shape:
-            shape = tuple(tensor.shape)
-            expected = tuple(place.tensor.shape)
-            problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {expected}")
-            sizes = True
-        elif place.tensor.is_floating_point() and tensor.dtype not in FLOATS:
-            problems.append(
-                f"tensor {place.theirs!r} of {tensor.dtype} instead of"
-                f" {', '.join(map(str, FLOATS))}"
-            )
-        elif place.tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"tensor {place.theirs!r} has values that are infinite or not numbers")
-        else:
-            state[place.ours] = tensor
+            continue
+        state[place.ours] = tensor
+        sizes = sizes or tensor.shape != place.tensor.shape
+        problem = tensor_problem(place.theirs, tensor, place.tensor)
+        if problem:
+            problems.append(problem)
     problems += [
         f"unknown tensor {name!r}" for name in rest if not name.startswith(form.ignored or ("\0",))
     ]

@@ -80,6 +80,8 @@ def generate_source(head: str) -> str:
     return GENERATE.format(head=json.dumps(head, ensure_ascii=False))
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that other projects' heads have."""
 FEW_LAYERS = 64
 """Layers, or heads, that are quick to build: up to this number the error for a file with too few
 tensors names those that are missing."""
@@ -386,6 +388,21 @@ def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:
         raise ValueError("; ".join(packed))
     for name, parameter in parameters.items():
         parameter.data = parameter.data.to(saved[name].dtype)
+
+
+def tensor_problem(
+    name: str, tensor: Tensor, expected: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> str | None:
+    """Why a tensor, called `name` in its file, cannot be that of a head; None if it can."""
+    if tensor.shape != expected.shape:
+        return f"tensor {name!r} of shape {tuple(tensor.shape)} instead of {tuple(expected.shape)}"
+    if not expected.is_floating_point():
+        return None
+    if tensor.dtype not in dtypes:
+        return f"tensor {name!r} of {tensor.dtype} instead of {', '.join(map(str, dtypes))}"
+    if not tensor.isfinite().all():
+        return f"tensor {name!r} has values that are infinite or not numbers"
+    return None
 
 
 def _refuse_other_shapes(head: DraftHead, saved: Mapping[str, tuple[int, ...]]) -> None:

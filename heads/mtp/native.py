@@ -36,7 +36,7 @@ from ..checkpoints.files import (
     open_safetensors,
 )
 from ..checkpoints.hub import local_folder
-from ..checkpoints.save_load import build_unloaded, take_dtypes
+from ..checkpoints.save_load import FLOATS, build_unloaded, take_dtypes, tensor_problem
 from .head import MtpHead
 
 NATIVE = "mtp"
@@ -303,16 +303,10 @@ def head_of_tensors(
         f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected
     ]
     for name in expected.keys() & state.keys():
-        shape = tuple(state[name].shape)
-        expected_shape = tuple(expected[name].shape)
-        if shape != expected_shape:
-            problems.append(f"tensor {named[name]!r} of shape {shape} instead of {expected_shape}")
-        elif not state[name].is_floating_point():
-            problems.append(
-                f"tensor {named[name]!r} of {state[name].dtype}, which holds no weights"
-            )
-        elif not state[name].isfinite().all():
-            problems.append(f"tensor {named[name]!r} has values that are infinite or not numbers")
+        dtypes = (*FLOATS, torch.float64)
+        problem = tensor_problem(named[name], state[name], expected[name], dtypes)
+        if problem:
+            problems.append(problem)
     if problems:
         raise ValueError(f"{where}: its MTP head cannot be read: " + "; ".join(sorted(problems)))
 

@@ -692,7 +692,7 @@ def test_positions_that_are_left_out_change_nothing_for_the_others(
 )
 def test_what_is_fused_on_a_gpu_is_one_graph(objective):
     """torch traces it whole, for other numbers of positions too, and gradients are the same."""
-    judged, probabilities = losses.judged.__wrapped__, losses.probabilities.__wrapped__
+    judged, probabilities = losses.depth_loss.__wrapped__, losses.probabilities.__wrapped__
     traced_judged, traced_probabilities = (
         torch.compile(function, dynamic=True, backend="aot_eager", fullgraph=True)
         for function in (judged, probabilities)
