@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,17 +85,10 @@ def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftH
         ValueError: as `head_config`, or options that do not fit the target.
     """
     config = head_config(name, options)
-    with float32_by_default():
-        return HEADS[name](config, target)
-
-
-@contextmanager
-def float32_by_default() -> Iterator[None]:
-    """Build parameters in float32, whatever default dtype the program has set for torch."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float32)  # of parameters, whatever the program has set
     try:
-        yield
+        return HEADS[name](config, target)
     finally:
         torch.set_default_dtype(default)
 

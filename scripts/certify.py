@@ -260,7 +260,8 @@ def _generate(
             f"a prompt of {longest} tokens and {needed} new ones do not fit the"
             f" {target.max_positions} positions of {config.target!r}"
         )
-    return generate_all(engine, prompts, asked), Weights.of(target), about
+    weights = Weights(target.model, target.end_tokens, target.provenance)
+    return generate_all(engine, prompts, asked), weights, about
 
 
 def _by_server(
@@ -290,4 +291,4 @@ def _by_server(
         "ids_by": sorted({answer.ids_by for answer in generated.answers}),
         "lossy": "",
     }
-    return generated, Weights.of(target), about
+    return generated, Weights(target.model, target.end_tokens, target.provenance), about

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console import counted
 from ...heads.base import dtype_name
-from ...inference.engines.target import Target
 from .certificate import (
     BestScores,
     GreedyResult,
@@ -55,11 +54,6 @@ class Weights:
     model: Any
     end_tokens: frozenset[int]
     provenance: dict[str, Any]
-
-    @classmethod
-    def of(cls, target: Target) -> Weights:
-        """Those of a target."""
-        return cls(target.model, target.end_tokens, target.provenance)
 
     @property
     def dtype(self) -> str:

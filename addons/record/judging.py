@@ -363,23 +363,18 @@ def _changes(judgement: Judgement) -> list[str]:
     better = "Significantly better"
     lower = "Worse, significantly or by more than 5 %"
     unknown = "Not shown to differ"
-    groups: dict[str, list[str]] = {better: [], lower: [], unknown: [], "Too few": []}
+    too_few = f"Fewer than {FEWEST_OF_KIND} answers, not judged by themselves"
+    groups: dict[str, list[str]] = {better: [], lower: [], unknown: [], too_few: []}
     for comparison in judgement.kinds:
+        group = unknown
         if comparison.answers < FEWEST_OF_KIND:
-            groups["Too few"].append(_kind(comparison))
+            group = too_few
         elif comparison.kind in worse:
-            groups[lower].append(_kind(comparison))
+            group = lower
         elif comparison.interval(judgement.chain)[0] > 0:
-            groups[better].append(_kind(comparison))
-        else:
-            groups[unknown].append(_kind(comparison))
-    too_few = ", ".join(groups.pop("Too few"))
-    lines = []
-    for name, kinds in groups.items():
-        if kinds:
-            lines.append(f"- {name}: {', '.join(kinds)}.")
-    if too_few:
-        lines.append(f"- Fewer than {FEWEST_OF_KIND} answers, not judged by themselves: {too_few}.")
+            group = better
+        groups[group].append(_kind(comparison))
+    lines = [f"- {name}: {', '.join(kinds)}." for name, kinds in groups.items() if kinds]
 
     # 2. Other changes.
     if judgement.new_tokens:

@@ -6,7 +6,6 @@ headstart answers them with the same chain.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -119,17 +118,19 @@ def compare(
         method = head.method
         length = head.length
         tokens, ours = here(target, head.head, length, prompts, max_new_tokens)
-        comparison = Comparison(method, length, ours, None, answer["version"])
         if "error" in theirs:
             # The reason in an error of vLLM: pydantic's words, or the first line.
             error = theirs["error"]
             reason = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
             words = reason[1] if reason else error.splitlines()[0]
-            comparison = dataclasses.replace(comparison, error=words)
+            comparison = Comparison(method, length, ours, None, answer["version"], error=words)
         else:
-            comparison = dataclasses.replace(
-                comparison,
-                theirs=Side(theirs["drafts"], theirs["accepted"]),
+            comparison = Comparison(
+                method,
+                length,
+                ours,
+                Side(theirs["drafts"], theirs["accepted"]),
+                answer["version"],
                 same=_equal(tokens, theirs["tokens"]),
                 plain=_equal(plain["tokens"], theirs["tokens"]),
                 answers=len(prompts),

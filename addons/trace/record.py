@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -97,17 +96,6 @@ class RecordingSampler(RandomSampler):
         return drawn
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """One call of a draft model: the logits after each node of a frontier."""
-
-    tokens_W: Tensor
-    parents_W: Tensor
-    """Indices into the frontier of the call before; -1 for the root."""
-    logits_WD: Tensor
-    """W is 1 where they are the same for the whole frontier."""
-
-
 class Tracer(RoundObserver):
     """Records each `generate` call of one row, nested ones (of a streamer, say) included."""
 
@@ -151,7 +139,9 @@ class Recorder:
         """Fields of `Trace.data` that say how the text was decoded."""
         self._seconds: dict[str, float] = {}
         self._model: DraftModel | None = None
-        self._expansions: list[Expansion] = []
+        self._expansions: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Of each call of a draft model in the round: tokens [W] and parents [W] of the frontier,
+        -1 for the root, and the logits [W, D] after it, W = 1 where they are the same for all."""
         self._own_D = self._index_V = torch.empty(0, dtype=torch.float32)
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
         in it or -1."""
@@ -167,7 +157,7 @@ class Recorder:
 
     def _watch(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
         """Keep what a draft model was asked, and its answer."""
-        self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
+        self._expansions.append((tokens_BW[0], parents_BW[0], logits_BWD[0]))
 
     def record(self, finished: Round) -> None:
         """Record a round that has ended."""
@@ -279,8 +269,10 @@ class Recorder:
                 **best_of("draft", tree.draft_probs_BNV[0]),
             }
         elif tree.max_depth > 0 and self._model is not None:
-            for level, expansion in enumerate(self._expansions):
-                columns |= self._expansion_columns(level, expansion, tokens_N)
+            for level, (tokens_W, parents_W, logits_WD) in enumerate(self._expansions):
+                columns[f"tokens {level}"] = tokens_W
+                columns[f"parents {level}"] = parents_W
+                columns |= self._expansion_columns(level, logits_WD, tokens_N)
         # 3. What the rule decided by: thresholds, uniform numbers, or the times of a race.
         if is_rule(rule, typical):
             options = rule.keywords if isinstance(rule, partial) else {}
@@ -313,28 +305,23 @@ class Recorder:
         return columns
 
     def _expansion_columns(
-        self, level: int, expansion: Expansion, tokens_N: Tensor
+        self, level: int, logits_WD: Tensor, tokens_N: Tensor
     ) -> dict[str, Tensor]:
         """Return the ten best after each frontier node, and each tree token's probability there."""
         assert self._model is not None
         head = self._model
-        device = expansion.logits_WD.device
+        device = logits_WD.device
         if len(self._own_D) == 0 or self._own_D.device != device:
             self._own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
             self._index_V = self._own_D.new_full((head.target.vocab_size,), -1)
             self._index_V[self._own_D] = torch.arange(len(self._own_D), device=device)
         # -1 marks tokens that the draft vocabulary lacks: their probability is 0.
-        probs_WD = at_least_fp32(expansion.logits_WD).softmax(-1)
+        probs_WD = at_least_fp32(logits_WD).softmax(-1)
         index_N = self._index_V[tokens_N.to(device)]
         best = best_of(f"draft {level}", probs_WD)
         best[f"draft {level}"] = self._own_D[best[f"draft {level}"]]
         of_node_WN = torch.where(index_N >= 0, probs_WD[:, index_N.clamp(min=0)], 0.0)
-        return {
-            f"tokens {level}": expansion.tokens_W,
-            f"parents {level}": expansion.parents_W,
-            f"q {level}": of_node_WN,
-            **best,
-        }
+        return {f"q {level}": of_node_WN, **best}
 
     def index(self, token: int) -> int:
         return self.vocab.setdefault(token, len(self.vocab))

@@ -316,9 +316,7 @@ def _matched(head: DraftHead, source: Source, tensors: dict[str, Tensor]) -> dic
         problem = tensor_problem(place.theirs, tensor, place.tensor)
         if problem:
             problems.append(problem)
-    problems += [
-        f"unknown tensor {name!r}" for name in rest if not name.startswith(form.ignored or ("\0",))
-    ]
+    problems += [f"unknown tensor {name!r}" for name in rest if not name.startswith(form.ignored)]
     if sizes:
         layer = source.keys.get("transformer_layer_config", source.keys)
         stated = [f"{name} {layer[name]}" for name in SIZES if layer.get(name) is not None]

@@ -136,6 +136,13 @@ TRANSFORMERS = dict.fromkeys(
     ),
     Key(OWN, None),
 )
+WHOLE_MODEL = {
+    "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+    "vocab_size": Key(
+        "size of the target's vocabulary, in a whole model's config", None, kind="size"
+    ),
+    "base_model_name_or_path": Key("the target", None),
+}
 LLAMA = {
     **TRANSFORMERS,
     "rope_theta": Key(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row
-from ..dflash.formats import (
-    DFLASH,
-    DFLASH_CONFIG,
-    DFLASH_NATIVE,
-    DFLASH_TENSORS,
-    SPECULATORS_BLOCK,
-    dflash_options,
-)
+from dataclasses import replace
+
+from ..checkpoints.tables import LLAMA, Format, Key, Row
+from ..dflash.formats import DFLASH, DFLASH_CONFIG, DFLASH_NATIVE, DFLASH_TENSORS, dflash_options
+from ..dflash.formats import FORMATS as DFLASH_FORMATS
 
 DSPARK = {
     "sample_from_anchor": Key("whether the root's slot drafts", True, option="sample_from_anchor"),
@@ -56,18 +52,15 @@ FORMATS: dict[str, Format] = {
         ignored=("embed_tokens.",),
         read=dflash_options,
     ),
-    "speculators-dspark": Format(
-        ("dspark",),
-        {
-            **SPECULATORS,
-            **DFLASH,
+    "speculators-dspark": replace(
+        DFLASH_FORMATS["speculators-dflash"],
+        heads=("dspark",),
+        keys={
+            **DFLASH_FORMATS["speculators-dflash"].keys,
             **DSPARK,
             "speculators_model_type": Key("dspark"),
-            **SPECULATORS_BLOCK,
         },
-        DSPARK_TENSORS,
-        ignored=("embed_tokens.",),
-        read=dflash_options,
+        tensors=DSPARK_TENSORS,
     ),
 }
 """By the name that `headstart import` reports."""

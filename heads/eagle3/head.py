@@ -53,6 +53,12 @@ from ..objective import Objective
 from .config import Eagle3Config
 from .formats import EAGLE3
 
+UNKNOWN = {
+    "sglang": ("norm_before_fc", "norm_before_residual", "qk_norm"),
+    "llama.cpp": ("fc_norm", "norm_output", "qk_norm", "sliding_window"),
+}
+"""Options that a server does not know."""
+
 
 class FusionLayer(nn.Module):
     """The first layer: attention reads [embedding, state], the residual is the state alone."""
@@ -157,31 +163,19 @@ class Eagle3Head(OffsetVocabularyHead):
                 SERVERS, "it has no biases of queries, keys and values alone"
             )
             return
-        unknown_to_sglang = [
-            name
-            for name in ("norm_before_fc", "norm_before_residual", "qk_norm")
-            if getattr(config, name)
-        ]
-        if config.num_layers > 1:
-            unknown_to_sglang.append("num_layers above 1")
-        if unknown_to_sglang:
-            self.unread_by["sglang"] = f"it does not know {', '.join(unknown_to_sglang)}"
-        elif config.sliding_window is not None:
-            self.unread_by["sglang"] = (
-                "it reads no window from a checkpoint; a version that has the option needs "
-                f"--speculative-draft-window-size {config.sliding_window}"
-            )
-        unknown_to_llama_cpp = [
-            name
-            for name in ("fc_norm", "norm_output", "qk_norm", "sliding_window")
-            if getattr(config, name)
-        ]
-        if config.num_layers > 1:
-            unknown_to_llama_cpp.append("num_layers above 1")
-        if fused != 3:
-            unknown_to_llama_cpp.append(f"{fused} feature_layers, where it has 3")
-        if unknown_to_llama_cpp:
-            self.unread_by["llama.cpp"] = f"it does not know {', '.join(unknown_to_llama_cpp)}"
+        for server, names in UNKNOWN.items():
+            unknown = [name for name in names if getattr(config, name)]
+            if config.num_layers > 1:
+                unknown.append("num_layers above 1")
+            if server == "llama.cpp" and fused != 3:
+                unknown.append(f"{fused} feature_layers, where it has 3")
+            if unknown:
+                self.unread_by[server] = f"it does not know {', '.join(unknown)}"
+            elif server == "sglang" and config.sliding_window is not None:
+                self.unread_by[server] = (
+                    "it reads no window from a checkpoint; a version that has the option needs "
+                    f"--speculative-draft-window-size {config.sliding_window}"
+                )
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

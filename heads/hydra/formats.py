@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoints.reading import Source, count_of, report_repeated
-from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row, layer_rows
+from ..checkpoints.tables import TRANSFORMERS, WHOLE_MODEL, Format, Key, Row, layer_rows
 
 
 def hydra_options(source: Source) -> dict[str, Any]:
@@ -43,11 +43,7 @@ FORMATS: dict[str, Format] = {
             "hydra_num_heads": Key("heads; tensors are counted", None),
             "hydra_num_layers": Key("blocks of each head", 1, kind="size"),
             "hydra_head_arch": Key("mlp or prefix-mlp", "mlp", only=("mlp", "prefix-mlp")),
-            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key(
-                "size of the target's vocabulary, in a whole model's config", None, kind="size"
-            ),
-            "base_model_name_or_path": Key("the target", None),
+            **WHOLE_MODEL,
             "grounded_heads": Key("whether heads see the path", False, only=(True,)),
             "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoints.reading import Source, count_of, layers_in_file, report_repeated
-from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row
+from ..checkpoints.tables import TRANSFORMERS, WHOLE_MODEL, Format, Key, Row
 
 
 def medusa_options(source: Source) -> dict[str, Any]:
@@ -99,11 +99,7 @@ FORMATS: dict[str, Format] = {
                 "heads; published files have more than they say, so tensors are counted", None
             ),
             "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
-            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key(
-                "size of the target's vocabulary, in a whole model's config", None, kind="size"
-            ),
-            "base_model_name_or_path": Key("the target", None),
+            **WHOLE_MODEL,
             "version": Key("2 for heads without an LM head of their own", None),
         },
         {

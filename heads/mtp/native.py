@@ -211,8 +211,7 @@ def _found(family: Family, names: list[str], blocks: int) -> Found:
             layer = numbers["n"] - blocks if "n" in numbers else numbers.get("l", 0)
             if layer < 0:
                 continue
-            # "\0" ends no name: a family without copies.
-            if name.endswith(family.copies or ("\0",)):
+            if name.endswith(family.copies):
                 copies.append(name)
             else:
                 beginning = ours.format(l=layer, b=numbers.get("b"))
