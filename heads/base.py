@@ -102,9 +102,8 @@ class TargetModules:
     ) -> Tensor:
         """Return the target's logits [..., V] for final-norm states [..., D].
 
-        They are cap tanh(scale (W x + b) / cap), or scale (W x + b) without a cap.
-
-        `weight` and `bias` are rows of the LM head; without `weight` it is the LM head itself.
+        They are cap tanh(scale (W x + b) / cap), or scale (W x + b) without a cap. `weight` and
+        `bias` are rows of the LM head; without `weight` it is the LM head itself.
         """
         logits = self.lm_head(states) if weight is None else F.linear(states, weight, bias)
         if self.logit_scale != 1:
@@ -241,10 +240,8 @@ class DraftState:
     def resume(self, tokens: int | None, capacity: int) -> Self:
         """Return the state cropped to each row's first `tokens`, with room for `capacity` tokens.
 
-        If `tokens` is None, all tokens are kept.
-
-        The next call is `observe`. A head whose state depends on more of the text than `lengths_B`
-        and the cache overrides this.
+        If `tokens` is None, all tokens are kept. The next call is `observe`. A head whose state
+        depends on more of the text than `lengths_B` and the cache overrides this.
         """
         changed: dict[str, Any] = {}
         if self.cache is not None:
@@ -449,10 +446,9 @@ class DraftHead(nn.Module, ABC):
     ) -> DraftState:
         """Return a draft state without committed tokens.
 
-        It is a `DraftTreeState`; a head with a different state overrides this.
-
-        A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of
-        `expand`, for at most `nodes` nodes together.
+        It is a `DraftTreeState`; a head with a different state overrides this. A row commits at
+        most `capacity` tokens; a round makes at most `max_depth` calls of `expand`, for at most
+        `nodes` nodes together.
         """
         like = next(self.parameters())  # for dtype and device
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
@@ -473,10 +469,9 @@ class DraftHead(nn.Module, ABC):
     ) -> DraftState:
         """Commit tokens with their features, and discard the drafts of the round.
 
-        The feature at position t is paired with the token at t + 1.
-
-        Called with each chunk of the prefill, and with the accepted path after every round. Row b
-        commits its first `lengths_B[b]` tokens, which may be none.
+        The feature at position t is paired with the token at t + 1. Called with each chunk of the
+        prefill, and with the accepted path after every round. Row b commits its first
+        `lengths_B[b]` tokens, which may be none.
         """
 
     @abstractmethod

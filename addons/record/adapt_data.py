@@ -153,9 +153,8 @@ def divided(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Recorded answers to train on, and the newest ones of each kind to judge on.
 
-    No prompt is on both sides. At least `FEWEST_JUDGED` are judged on, about.
-
-    Kinds of fewer than `FEWEST_OF_KIND` answers count as one.
+    No prompt is on both sides. At least `FEWEST_JUDGED` are judged on, about. Kinds of fewer than
+    `FEWEST_OF_KIND` answers count as one.
     """
     held_out = max(held_out, FEWEST_JUDGED / len(rows))
     counts = Counter(row["kind"] for row in rows)

@@ -293,9 +293,8 @@ class _Work:
     def _take(self, server: _Server) -> tuple[int, dict[str, Any]] | None:
         """Return the next prompt, or None at the end.
 
-        A worker waits as long as prompts may come back from a failed server.
-
-        Requests that are pending when a stop is wanted are still written.
+        A worker waits as long as prompts may come back from a failed server. Requests that are
+        pending when a stop is wanted are still written.
         """
         with self.changed:
             while True:

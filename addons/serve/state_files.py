@@ -128,9 +128,8 @@ class ServerLayers:
     ) -> None:
         """Refuse states whose last layer predicts answers much worse than another layer.
 
-        Their order is then not the one that was stated.
-
-        `states_TLD` are those of the example's tokens, as `read` gives them.
+        Their order is then not the one that was stated. `states_TLD` are those of the example's
+        tokens, as `read` gives them.
         """
         answers_T = torch.tensor(example.loss_mask[1:])
         next_T = torch.tensor(example.tokens[1:])[answers_T]

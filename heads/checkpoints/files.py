@@ -219,9 +219,8 @@ class Contents:
     def foreign(self, folder: Path, whole: bool = True) -> list[str]:
         """Return the files of a folder that do not belong to these contents.
 
-        If the folder was not written by us, these are all its files.
-
-        `whole` is False for a folder that a killed process left half-written.
+        If the folder was not written by us, these are all its files. `whole` is False for a folder
+        that a killed process left half-written.
         """
         names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
         if whole and names and not self.written_here(folder):
@@ -301,9 +300,8 @@ def _refuse(folder: Path, contents: Contents, whole: bool = True) -> None:
 def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
     """Make a folder that appears whole or not at all.
 
-    It is written next to its final path under another name, then renamed.
-
-    What was there before must be earlier `contents`, see `refuse_foreign`.
+    It is written next to its final path under another name, then renamed. What was there before
+    must be earlier `contents`, see `refuse_foreign`.
     """
     # 1. Clear away what a killed process has left: for head, head.partial and head.replaced.
     final = Path(at_home(final)).resolve()

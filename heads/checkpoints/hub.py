@@ -50,10 +50,8 @@ def local_folder(
     """Return the folder of a head: a folder itself, or where the files of a Hub id are.
 
     A run's folder stands for its best head, `best` in it. Only files of a Hub id that match the
-    patterns in `files` are downloaded, unless they are in the cache.
-
-    `hub` holds options of `HUB_OPTIONS`. Where the download fails, a ValueError has the Hub's
-    reason.
+    patterns in `files` are downloaded, unless they are in the cache. `hub` holds options of
+    `HUB_OPTIONS`. Where the download fails, a ValueError has the Hub's reason.
     """
     assert hub.keys() <= set(HUB_OPTIONS)
     # A folder wins over a repository of the same name.

@@ -91,9 +91,8 @@ def import_head(
 ) -> tuple[DraftHead, Source]:
     """Build a head from another project's config.json and weights.
 
-    Copies of the target's embedding and LM head are left out.
-
-    Returned with its source, which names the format and holds the remarks for the user.
+    Copies of the target's embedding and LM head are left out. Returned with its source, which names
+    the format and holds the remarks for the user.
 
     Raises:
         ValueError: anything in it that is unknown, missing, contradictory or impossible here;

@@ -300,10 +300,8 @@ class DFlashHead(OffsetVocabularyHead):
     ) -> Tensor:
         """Return the final-norm outputs [N, K, D] of the slots that draft.
 
-        Block n starts with the root `roots_N[n]` at position `positions_N[n]`.
-
-        `views` are those of layers that see the whole context, and of those with a sliding window,
-        if there are any.
+        Block n starts with the root `roots_N[n]` at position `positions_N[n]`. `views` are those of
+        layers that see the whole context, and of those with a sliding window, if there are any.
         """
         size = self.config.block_size
         # [root, MASK, MASK, ...] in each block

@@ -173,9 +173,8 @@ class EagleHead(DraftHead):
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
         """Return the teacher-forced features of every step.
 
-        They are [B, T, D], or [1, N, D] at the draft positions of `test`.
-
-        Step k at t predicts t + 1 + k.
+        They are [B, T, D], or [1, N, D] at the draft positions of `test`. Step k at t predicts t +
+        1 + k.
         """
         state_BTD = features.features_BTF
         if self.training and self.config.noise > 0:  # from torch's global generator, as published

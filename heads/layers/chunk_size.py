@@ -27,11 +27,9 @@ faster."""
 def chunk_elements(device: torch.device, on_cpu: int) -> int:
     """Return the elements of the largest tensor that a training step allocates at once.
 
-    This is `on_cpu` on a CPU, and that or more on an accelerator.
-
-    There it is a power of two, so that a run that resumes with slightly more or less free memory
-    still rounds as before, and the largest chunk if the accelerator is absent and a run is only
-    planned for it.
+    This is `on_cpu` on a CPU, and that or more on an accelerator. There it is a power of two, so
+    that a run that resumes with slightly more or less free memory still rounds as before, and the
+    largest chunk if the accelerator is absent and a run is only planned for it.
     """
     if device.type != "cuda":
         return on_cpu

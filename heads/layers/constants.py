@@ -29,9 +29,8 @@ _recording = threading.local()
 def recording() -> Iterator[list[Any]]:
     """Collect the constants in use while operations are recorded to be replayed.
 
-    The recording must keep them alive.
-
-    Nothing is kept that is made in the block: it would hold no values before the first replay.
+    The recording must keep them alive. Nothing is kept that is made in the block: it would hold no
+    values before the first replay.
     """
     used: list[Any] = []
     _recording.used = used
@@ -44,9 +43,8 @@ def recording() -> Iterator[list[Any]]:
 def constants(make: Callable[Given, Result]) -> Callable[Given, Result]:
     """Keep what a function returns for each of its arguments.
 
-    Results from inside and from outside inference mode are kept apart.
-
-    Tensors that were made in the one do not fully work in the other.
+    Results from inside and from outside inference mode are kept apart. Tensors that were made in
+    the one do not fully work in the other.
     """
     results: dict[Hashable, Result] = {}
 
@@ -85,9 +83,8 @@ def _counting(size: int, device: torch.device, first: int) -> tuple[Tensor, Tens
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `values` as a tensor on `device`, without waiting for that device's work.
 
-    They are a tensor on the host, or numbers in nested lists.
-
-    A copy from pageable memory waits on CUDA, whether or not it is said to be non-blocking.
+    They are a tensor on the host, or numbers in nested lists. A copy from pageable memory waits on
+    CUDA, whether or not it is said to be non-blocking.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     # torch keeps the pinned copy alive until the transfer has ended.

@@ -17,10 +17,9 @@ RIDGE = 1e-3
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     """Return the `size` most frequent tokens as sorted target ids.
 
-    A ValueError is raised if the data has fewer different tokens.
-
-    Of tokens that are as frequent, the lower ids come first: tokenizers number tokens as they merge
-    them, the most frequent ones first.
+    A ValueError is raised if the data has fewer different tokens. Of tokens that are as frequent,
+    the lower ids come first: tokenizers number tokens as they merge them, the most frequent ones
+    first.
     """
     # A token that never occurs would get no training.
     seen = int((token_counts_V > 0).sum())
@@ -70,11 +69,10 @@ def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
 def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> Tensor:
     """Extend to all rows of an output layer what training has changed in K of them.
 
-    Another head has trained the K rows.
-
-    Nothing has lowered the logit of a token that was never trained where that token is wrong. Most
-    are rare, and would be drafted in the place of likely ones. So the change of a row is estimated
-    as a linear function of the row, fitted to the K common ones (ridge regression).
+    Another head has trained the K rows. Nothing has lowered the logit of a token that was never
+    trained where that token is wrong. Most are rare, and would be drafted in the place of likely
+    ones. So the change of a row is estimated as a linear function of the row, fitted to the K
+    common ones (ridge regression).
 
     Args:
         rows_VD: as a new head begins.

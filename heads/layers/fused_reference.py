@@ -106,10 +106,8 @@ def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return each node's `width` highest log-probabilities and their indices, [B, W, width].
 
-    Log-probabilities are in float32, or in the dtype of the logits if it is wider.
-
-    The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first
-    is not said.
+    Log-probabilities are in float32, or in the dtype of the logits if it is wider. The values of a
+    node are -inf where its logits hold NaN or inf. Which of equal ones come first is not said.
     """
     wide_BWV = logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32))
     best = wide_BWV.log_softmax(-1).topk(width, dim=-1)

@@ -217,10 +217,8 @@ def described(config: PreTrainedConfig) -> dict[str, Any]:
 def build_layers(target_config: dict[str, Any], count: int) -> DraftLayers:
     """Build layers of the kind that a target's config describes.
 
-    They are in float32 and have the starting values of transformers.
-
-    A hybrid's are those with attention. Their MLP is that of the target's last layer, dense or a
-    mixture of experts.
+    They are in float32 and have the starting values of transformers. A hybrid's are those with
+    attention. Their MLP is that of the target's last layer, dense or a mixture of experts.
 
     Args:
         target_config: the target's text config with its model_type, as `PreTrainedConfig.to_dict`

@@ -57,10 +57,8 @@ def causal_blocks(
 ) -> BlockMask:
     """Return the causal block mask of flex_attention for sequences in packed rows.
 
-    Each token attends within its sequence and within the window.
-
-    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them. A
-    window counts a token's own key.
+    Each token attends within its sequence and within the window. With `whole_rows` each row is one
+    sequence, and the mask of one row serves any number of them. A window counts a token's own key.
 
     `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the
     last number of a block of 128 tokens tell which blocks it attends to. `create_block_mask` finds
@@ -213,11 +211,9 @@ class TrainingTimeTest:
     ) -> list[Tensor]:
         """Return the outputs of every step, teacher-forced on the text.
 
-        They are [B, T, D], or [1, N, D] at the draft positions.
-
-        `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and
-        the target's modules. `fed_back` maps its output to the state that the next step reads; None
-        for the identity.
+        They are [B, T, D], or [1, N, D] at the draft positions. `run` is called with next tokens,
+        states (`state_BTD` at step 0), positions, the KV view and the target's modules. `fed_back`
+        maps its output to the state that the next step reads; None for the identity.
         """
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)

@@ -63,11 +63,9 @@ experts too."""
 class MtpDepthsState(DraftTreeState):
     """State of a head with one layer per depth.
 
-    The layers also run on all nodes above the frontier.
-
-    Keys and values of committed tokens and nodes lie in the cache as usual. After those of all
-    layers the cache has the outputs of all layers but the last, which the next layer reads one
-    token later.
+    The layers also run on all nodes above the frontier. Keys and values of committed tokens and
+    nodes lie in the cache as usual. After those of all layers the cache has the outputs of all
+    layers but the last, which the next layer reads one token later.
     """
 
     tokens_BN: Tensor
