@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -108,38 +108,36 @@ class LocalEngine:
     """Rows that it generates at once, fewer after long prompts."""
 
     def greedy(self, prompt: Prompt) -> Answer:
-        ids_1T = torch.tensor([prompt.ids], device=self.device)
-        settings = {
-            "do_sample": False,
-            "max_new_tokens": self.asked.new_tokens,
-            "repetition_penalty": self.asked.repetition_penalty,
-        }
-        (tokens,) = self._new_tokens(ids_1T, settings)
+        (tokens,) = self._new_tokens(
+            prompt, 1, do_sample=False, max_new_tokens=self.asked.new_tokens
+        )
         return Answer(tokens)
 
     def draws(self, prompt: Prompt, count: int) -> list[Path]:
-        ids_1T = torch.tensor([prompt.ids], device=self.device)
-        settings = {
-            "do_sample": True,
-            "max_new_tokens": self.asked.sample_tokens,
-            "temperature": self.asked.temperature,
-            "top_k": self.asked.top_k,
-            "top_p": self.asked.top_p,
-            "repetition_penalty": self.asked.repetition_penalty,
-        }
         fitting = max(1, min(self.most_rows, TOKENS // len(prompt.ids)))
         found: list[Path] = []
         while len(found) < count:
-            rows = min(fitting, count - len(found))
-            found += [
-                self._until_end(row) for row in self._new_tokens(ids_1T.expand(rows, -1), settings)
-            ]
+            rows = self._new_tokens(
+                prompt,
+                min(fitting, count - len(found)),
+                do_sample=True,
+                max_new_tokens=self.asked.sample_tokens,
+                temperature=self.asked.temperature,
+                top_k=self.asked.top_k,
+                top_p=self.asked.top_p,
+            )
+            found += [self._until_end(row) for row in rows]
         return found
 
-    def _new_tokens(self, ids_BT: Tensor, settings: dict[str, Any]) -> list[list[int]]:
-        sequences_BT = self.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings)
-        rows: list[list[int]] = sequences_BT[:, ids_BT.shape[1] :].tolist()
-        return rows
+    def _new_tokens(self, prompt: Prompt, rows: int, **settings: Any) -> list[list[int]]:
+        ids_BT = torch.tensor([prompt.ids], device=self.device).expand(rows, -1)
+        sequences_BT = self.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            repetition_penalty=self.asked.repetition_penalty,
+            **settings,
+        )
+        return sequences_BT[:, len(prompt.ids) :].tolist()
 
     def _until_end(self, row: list[int]) -> Path:
         """The tokens of a row without the padding after its end token."""
@@ -152,18 +150,12 @@ class LocalEngine:
 def transformers_engine(target: Target, asked: Asked, assistant: Target | None) -> LocalEngine:
     """The `generate` of transformers, assisted by a smaller model or not."""
     without_defaults(target)
-    model: Any = target.model
-    more: dict[str, Any] = {}
+    generate: Any = target.model.generate
     most_rows = LocalEngine.most_rows
     if assistant is not None:
-        more["assistant_model"] = assistant.model
+        generate = partial(generate, assistant_model=assistant.model)
         most_rows = 1  # assisted decoding takes a single row
     torch.manual_seed(asked.seed)  # it samples with the global generator
-
-    def generate(ids_BT: Tensor, **settings: Any) -> Tensor:
-        sequences_BT: Tensor = model.generate(ids_BT, **settings, **more)
-        return sequences_BT
-
     return LocalEngine(generate, asked, target.end_tokens, target.device, most_rows)
 
 

@@ -33,7 +33,7 @@ def report_of(
             f"the target's weights rounded to {weights.dtype}, as the engine has them, in float32"
             " arithmetic"
         )
-    figures: dict[str, Any] = json_ready(
+    return json_ready(
         {
             "verdict": "not lossless" if reasons else greedy.verdict,
             "reasons": reasons,
@@ -45,7 +45,6 @@ def report_of(
             "untested": generated.untested,
         }
     )
-    return figures
 
 
 def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

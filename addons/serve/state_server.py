@@ -217,8 +217,7 @@ class StateServer(StateSource):
         choices = reply.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             raise Refused(f"{self.where} answers without choices: {str(reply)[:SHOWN]!r}")
-        choice: dict[str, Any] = choices[0]
-        return choice
+        return choices[0]
 
     def _repeated(self, work: Callable[[], Any]) -> Any:
         """Do what asks the server, again while it does not answer, for at most `seconds`."""

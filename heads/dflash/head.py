@@ -451,8 +451,7 @@ class AnchorView:
             states = [part.to(torch.get_autocast_dtype(device.type)) for part in states]
         if len(query_NHKE) and flex_compiles(states[0]):
             return self.by_flex(compiled_flex(), *states)
-        out_NHKE: Tensor = _ByChunks.apply(self, *states)
-        return out_NHKE
+        return _ByChunks.apply(self, *states)
 
     def by_flex(
         self,

@@ -19,8 +19,7 @@ MOST_BEST = 16
 
 def add_norm(x_BND: Tensor, out_BND: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """`fused_reference.add_norm`."""
-    normed_BND, sum_BND = _operations(x_BND).add_norm(x_BND, out_BND, norm)
-    return normed_BND, sum_BND
+    return _operations(x_BND).add_norm(x_BND, out_BND, norm)
 
 
 def rotary_store(
@@ -30,16 +29,12 @@ def rotary_store(
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """`fused_reference.rotary_store`."""
-    query_BHNE: Tensor = _operations(projected.query_BNX).rotary_store(
-        projected, rotary, place, norms
-    )
-    return query_BHNE
+    return _operations(projected.query_BNX).rotary_store(projected, rotary, place, norms)
 
 
 def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
     """`fused_reference.silu_product`."""
-    product_BNI: Tensor = _operations(gate_BNI).silu_product(gate_BNI, up_BNI)
-    return product_BNI
+    return _operations(gate_BNI).silu_product(gate_BNI, up_BNI)
 
 
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -47,8 +42,7 @@ def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     # The kernel finds one best token after another, and has no float64.
     fits = width <= MOST_BEST and logits_BWV.dtype in KERNEL_DTYPES["cuda"]
     operations = _operations(logits_BWV) if fits else fused_reference
-    values_BWR, indices_BWR = operations.top_log_probs(logits_BWV, width)
-    return values_BWR, indices_BWR
+    return operations.top_log_probs(logits_BWV, width)
 
 
 def _operations(tensor: Tensor) -> ModuleType:

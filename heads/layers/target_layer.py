@@ -147,8 +147,7 @@ class DraftLayers:
 
     def norm(self) -> nn.Module:
         """A new norm of the model's own class."""
-        norm: nn.Module = self._norm_class(self.config.hidden_size, eps=self.eps)
-        return norm
+        return self._norm_class(self.config.hidden_size, eps=self.eps)
 
     def run(self, block: nn.Module, x_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """The residual stream after a block."""
@@ -163,8 +162,7 @@ class DraftLayers:
             draft_attend=attend,
             **self._rotary.of(x_BTD, positions_BT),
         )
-        out_BTD: Tensor = output[0] if isinstance(output, tuple) else output
-        return out_BTD
+        return output[0] if isinstance(output, tuple) else output
 
 
 class _Rotary:
@@ -317,8 +315,7 @@ def _layers_of(model: Any) -> nn.ModuleList:
     """A model's decoder layers, each of which attends once."""
     kinds = getattr(model.config, "mtp_layers_block_type", None)
     if not kinds:
-        layers: nn.ModuleList = model.layers
-        return layers
+        return model.layers
     attending = sum(kind in ATTENTION_KINDS for kind in kinds)
     recurrent = any(kind in RECURRENT_KINDS for kind in kinds)
     if attending != 1 or recurrent:

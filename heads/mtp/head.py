@@ -317,8 +317,7 @@ class MtpHead(DraftHead):
     def _normed(self, k: int, out_BTD: Tensor) -> Tensor:
         """The output y of layer k, as the LM head reads it."""
         layer: Any = self.mtp_layers[k]
-        normed_BTD: Tensor = layer.final_layernorm(out_BTD)
-        return normed_BTD
+        return layer.final_layernorm(out_BTD)
 
     def _fed_back(self, k: int, out_BTD: Tensor) -> Tensor:
         """The output of layer k as the next step reads it."""
