@@ -66,10 +66,7 @@ Path = tuple[int, ...]
 
 
 def chi_square_tail(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
-    """Return P(X > statistic) of a central or noncentral chi-square variable.
-
-    The noncentral distribution is a Poisson mixture of central ones.
-    """
+    """P(X > statistic) of a chi-square variable; a noncentral one is a Poisson mixture."""
     # P(X > x) = sum over m of Poisson(m; noncentrality / 2) P(chi-square of freedom + 2 m > x).
     # Terms more than 12 standard deviations beyond the mean are left out.
     half = noncentrality / 2
@@ -451,10 +448,7 @@ class SamplingTest:
         return chi_square_tail(self.statistic, self.freedom, self.allowance)
 
     def detectable(self, level: float) -> float:
-        """Return the smallest total variation that a test at this level detects.
-
-        It is detected with probability POWER, whatever the form of the difference.
-        """
+        """Smallest total variation, of any form, that a test at this level detects (POWER)."""
         # A total variation t has a noncentrality of at least 4 n t^2.
         noncentrality = detectable_noncentrality(self.freedom, self.allowance, level)
         return math.sqrt(noncentrality / (4 * self.draws))

@@ -135,7 +135,17 @@ class Recorder:
         """Index in `Trace.data` of each token that occurs."""
         self.tokens = call.sequences.rows[0]
         """New tokens."""
-        self.about = decoding_data(call)
+        heads = [rows.model for rows in model_rows(call.drafter)]
+        has_head = bool(heads) and isinstance(heads[0], DraftHead)
+        self.about = {
+            "target": call.target.name,
+            "head": type(heads[0]).__name__ if has_head else None,
+            "drafter": repr(call.drafter),
+            "dtype": dtype_name(call.target.dtype),
+            "rule": rule_name(call.rule, call.drafter.kind),
+            "lossy": is_lossy_rule(call.rule),
+            "temperature": 0.0 if call.rule is greedy else call.process_logits.temperature,
+        }
         """Fields of `Trace.data` that say how the text was decoded."""
         self._seconds: dict[str, float] = {}
         self._model: DraftModel | None = None
@@ -347,20 +357,6 @@ class Recorder:
         return shown
 
 
-def decoding_data(call: ObservedCall) -> dict[str, Any]:
-    """Target, drafter and rule of a generation."""
-    heads = [rows.model for rows in model_rows(call.drafter)]
-    return {
-        "target": call.target.name,
-        "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,
-        "drafter": repr(call.drafter),
-        "dtype": dtype_name(call.target.dtype),
-        "rule": rule_name(call.rule, call.drafter.kind),
-        "lossy": is_lossy_rule(call.rule),
-        "temperature": 0.0 if call.rule is greedy else call.process_logits.temperature,
-    }
-
-
 def rule_name(rule: Any, kind: TreeKind) -> str:
     """The name of a rule; on chains some have a name of their own."""
     if rule is with_replacement:
@@ -375,10 +371,7 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
-    """Return the `BEST` likeliest tokens of distributions [..., V], with their probabilities.
-
-    The tokens are stored under `name`, the probabilities under "name p".
-    """
+    """The `BEST` likeliest tokens of [..., V] under `name`, their probabilities under "name p"."""
     best = probs.topk(min(BEST, probs.shape[-1]))
     return {name: best.indices, f"{name} p": best.values}
 

@@ -117,10 +117,7 @@ class TraceReport:
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error of the draft; NaN without drafts.
-
-        It is the mean distance between draft probability and share accepted, weighted by drafts.
-        """
+        """Mean distance of a draft's probability from the share accepted; NaN without any."""
         drafts = sum(group.drafts for group in self.calibration)
         distance = 0.0
         for group in self.calibration:

@@ -335,10 +335,7 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
 
 
 def finish_replacing(folder: Path) -> None:
-    """Restore the previous `folder` if a process was killed between its two renames.
-
-    The first moves the previous folder away, the second moves the new one in.
-    """
+    """Put the previous `folder` back if a process was killed between its two renames."""
     replaced = folder.with_name(folder.name + ".replaced")
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)

@@ -119,10 +119,7 @@ def unknown_keys(
     tensors: Collection[str],
     inherited: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config keys that a table does not have.
-
-    A ValueError refuses one that may change what the draft layer computes.
-    """
+    """Config keys that a table lacks; a ValueError refuses one that may change the layer."""
     unknown = {name: config[name] for name in sorted(config.keys() - table.keys())}
     for name, value in unknown.items():
         # The head's config began as a copy of the target's.
@@ -182,10 +179,7 @@ def layers_in_file(source: Source, keys: Keys, pattern: str) -> int:
 
 
 def attention_bias(source: Source) -> bool:
-    """Whether queries, keys and values have biases, which the tensors decide.
-
-    A ValueError refuses a key that contradicts them.
-    """
+    """Whether q, k, v have biases, by the tensors; a ValueError refuses a key against them."""
     held = sorted(
         name for name in source.tensors if re.search(r"self_attn\.[qkv]_proj\.bias$", name)
     )

@@ -482,10 +482,7 @@ LARGEST = {"num_layers": MOST_LAYERS}
 
 
 def _check_section(section: dict[str, Any], where: str) -> None:
-    """Refuse a value of a section that has a wrong type or is out of range.
-
-    Anybody may have written the section. Errors begin with `where`.
-    """
+    """Refuse values of a section, which anybody may have written; errors begin with `where`."""
     # 1. The section's own entries.
     hints = typing.get_type_hints(CheckpointMetadata)
     types = {"head": str, "options": dict} | {

@@ -52,7 +52,7 @@ from ..layers.decoder_layer import (
 )
 from ..layers.draft_cache import DraftCache, KVEntries
 from ..layers.draft_vocab import most_frequent
-from ..layers.starting_values import norm_gain, start_layer, target_layer_weights
+from ..layers.starting_values import norm_gain, start_as_identity, start_layer, target_layer_weights
 from ..layers.training_time_test import BLOCK, compiled_flex, flex_compiles, listed
 from ..losses import draft_loss
 from ..objective import Objective
@@ -171,10 +171,7 @@ class DFlashHead(OffsetVocabularyHead):
             start_layer(layer, block, f"layer {number}", self.config.name)
 
         # 4. `fc` [D, F]: the identity on the deepest feature, zero on the others.
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.target.hidden_size :].copy_(
-            torch.eye(self.target.hidden_size, dtype=torch.float32)
-        )
+        start_as_identity(self.fc)
 
     def forward(
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1

@@ -40,7 +40,12 @@ from ..layers.decoder_layer import (
     at_least_fp32,
     llama_config,
 )
-from ..layers.starting_values import required_gain, start_layer, target_layer_weights
+from ..layers.starting_values import (
+    required_gain,
+    start_as_identity,
+    start_layer,
+    target_layer_weights,
+)
 from ..layers.training_time_test import TrainingTimeTest
 from ..losses import draft_loss, with_feature_loss
 from ..objective import Objective
@@ -112,10 +117,7 @@ class EagleHead(DraftHead):
         without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
 
         # 5. `fc` [D, 2 D] and the layers.
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.hidden_size :].copy_(
-            torch.eye(self.shape.hidden_size, dtype=torch.float32)
-        )
+        start_as_identity(self.fc)
         for i, layer in enumerate(self.layers):
             gains = without_norm if i == 0 else {}
             start_layer(
@@ -127,10 +129,7 @@ class EagleHead(DraftHead):
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Scale a layer's output maps so that the layer moves features by STEP.
-
-        This divides them by s, the size of the residual stream, which the weights do not show.
-        """
+        """Scale a layer's output maps so that it moves features by STEP: this divides them by s."""
         # 64 features as the target's final norm would leave them: g times unit normal numbers.
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(

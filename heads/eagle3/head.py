@@ -46,7 +46,7 @@ from ..layers.decoder_layer import (
     sliding_keys,
 )
 from ..layers.draft_vocab import most_frequent
-from ..layers.starting_values import norm_gain, start_layer, target_layer_weights
+from ..layers.starting_values import norm_gain, start_as_identity, start_layer, target_layer_weights
 from ..layers.training_time_test import TrainingTimeTest
 from ..losses import draft_loss
 from ..objective import Objective
@@ -210,10 +210,7 @@ class Eagle3Head(OffsetVocabularyHead):
             start_layer(layer, block, f"layer {name}", "eagle3")
 
         # 4. `fc` [D, 3 D]: the identity on the deepest feature, zero on the others.
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.hidden_size :].copy_(
-            torch.eye(self.shape.hidden_size, dtype=torch.float32)
-        )
+        start_as_identity(self.fc)
 
     @property
     def test_steps(self) -> int:

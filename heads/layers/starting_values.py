@@ -21,10 +21,7 @@ from .training_time_test import TrainingTimeTest
 
 @torch.no_grad()
 def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
-    """Return the gain g of an RMSNorm g x / rms(x); None for any other norm.
-
-    It does not matter how a model stores the gain: Gemma's weight is g - 1.
-    """
+    """The gain g of an RMSNorm g x / rms(x), however it is stored; None for any other norm."""
     weights = {name: _whole(weight) for name, weight in norm.named_parameters()}
     if len(weights) != 1:
         return None
@@ -137,6 +134,13 @@ def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
     distance = (our_moved_1TD - moved_1TD).norm() / moved_1TD.norm()
     tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 5e-2
     return bool(distance < tolerance)
+
+
+def start_as_identity(fc: nn.Linear) -> None:
+    """Start a map [D, k D] as the identity on its last D inputs, and zero on the others."""
+    width = fc.out_features
+    fc.weight.zero_()
+    fc.weight[:, -width:].copy_(torch.eye(width, dtype=torch.float32))
 
 
 def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:

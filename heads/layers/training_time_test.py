@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from ..base import TargetFeatures
@@ -304,12 +303,8 @@ def attend_step(
 
 def flex_compiles(query: Tensor) -> bool:
     """Whether flex_attention compiles for queries [..., E] where they are."""
-    return compiles_on(query.device) and compiles(query.dtype, query.shape[-1])
-
-
-def compiles(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether flex_attention compiles for these states on CUDA."""
-    return dtype in FLEX_FORMATS and head_size >= SMALLEST_FLEX and has_triton()
+    fits = query.dtype in FLEX_FORMATS and query.shape[-1] >= SMALLEST_FLEX
+    return fits and compiles_on(query.device)
 
 
 def by_flex(
@@ -425,10 +420,7 @@ class _FlashOnCpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, computed by flash attention's backward.
-
-        It recomputes exp(z - L), the weights of the joined softmax, from L.
-        """
+        """Gradients by flash attention's backward, which recomputes exp(z - L) from L."""
         query_BHTE, *states, out_BHTE, all_BHT = ctx.saved_tensors
         count = len(states) // 2
         keys = states[:count]

@@ -202,10 +202,11 @@ def test_a_cpu_makes_no_scores(
 def test_flex_attention_is_compiled_for_what_it_can(
     dtype: torch.dtype, size: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_attention, "has_triton", lambda: True)
-    assert step_attention.compiles(dtype, size) == wanted
-    monkeypatch.setattr(step_attention, "has_triton", lambda: False)
-    assert not step_attention.compiles(dtype, size)
+    query = torch.empty(1, size, dtype=dtype)
+    monkeypatch.setattr(step_attention, "compiles_on", lambda device: True)
+    assert step_attention.flex_compiles(query) == wanted
+    monkeypatch.setattr(step_attention, "compiles_on", lambda device: False)
+    assert not step_attention.flex_compiles(query)
 
 
 @pytest.mark.parametrize("time", [100, 128, 129, 700, 1024])
