@@ -26,13 +26,13 @@ class BlocksConfig(HeadConfig):
 
     num_layers: int = limited(1, minimum=1)
     """Decoder layers; those after the first are Llama blocks."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = limited(None, minimum=1)
     """Width of the MLP."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = limited(None, minimum=1)
     """Query heads."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = limited(None, minimum=1)
     """Key and value heads."""
-    head_dim: int | None = None
+    head_dim: int | None = limited(None, minimum=1)
     """Width of a head."""
     hidden_act: str | None = None
     """Activation of the MLP."""

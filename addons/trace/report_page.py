@@ -37,81 +37,53 @@ class ReportTable:
 
 def tables(report: TraceReport) -> list[ReportTable]:
     """All tables of a report."""
-    return [
-        _kinds(report),
-        _tokens(report),
-        _depths(report),
-        _calibration(report),
-        _prompts(report),
-    ]
+    # 1. By kind of token, and by token.
+    kinds = ReportTable("Rejected by kind of token", ("kind", "positions", "rejected"), [])
+    for kind in report.kinds:
+        kinds.rows.append((kind.name, kind.positions, f"{kind.rejection_rate:.0%}"))
+    columns: tuple[str, ...] = ("token", "positions", "rejected", "mostly drafted instead")
+    tokens = ReportTable("Most often rejected", columns, [])
+    for token in report.tokens:
+        tokens.rows.append((repr(token.name), token.positions, token.misses, repr(token.instead)))
 
-
-def _kinds(report: TraceReport) -> ReportTable:
-    rows = [(kind.name, kind.positions, f"{kind.rejection_rate:.0%}") for kind in report.kinds]
-    return ReportTable("Rejected by kind of token", ("kind", "positions", "rejected"), rows)
-
-
-def _tokens(report: TraceReport) -> ReportTable:
-    columns = ("token", "positions", "rejected", "mostly drafted instead")
-    rows = [
-        (repr(token.name), token.positions, token.misses, repr(token.instead))
-        for token in report.tokens
-    ]
-    return ReportTable("Most often rejected", columns, rows)
-
-
-def _depths(report: TraceReport) -> ReportTable:
+    # 2. By depth.
     gain = "accepted per ms"
     if not math.isnan(report.plain_ms):
         gain += f" (plain decoding: {1 / report.plain_ms:.3f})"
     columns = ("depth", "acceptance rate", "accepted a round", "nodes a round", "draft ms", gain)
-    rows = []
+    depths = ReportTable("By depth", columns, [])
     for depth in report.depths:
-        row = (
-            depth.depth,
-            number(depth.acceptance_rate),
-            number(depth.gained),
-            f"{depth.nodes:.1f}",
-            f"{depth.draft_ms:.2f}",
-            number(depth.gained_per_ms),
+        rate = number(depth.acceptance_rate)
+        gained = number(depth.gained)
+        per_ms = number(depth.gained_per_ms)
+        depths.rows.append(
+            (depth.depth, rate, gained, f"{depth.nodes:.1f}", f"{depth.draft_ms:.2f}", per_ms)
         )
-        rows.append(row)
-    return ReportTable("By depth", columns, rows)
 
-
-def _calibration(report: TraceReport) -> ReportTable:
+    # 3. By the draft's probability.
     title = f"Calibration of the draft, expected error {number(report.calibration_error)}"
     columns = ("mean draft probability", "mean target probability", "accepted", "drafts")
-    rows = []
+    calibration = ReportTable(title, columns, [])
     for bucket in report.calibration:
         probabilities = (bucket.draft_prob, bucket.target_prob, bucket.accepted)
-        rows.append((*map(number, probabilities), bucket.drafts))
-    return ReportTable(title, columns, rows)
+        calibration.rows.append((*map(number, probabilities), bucket.drafts))
 
-
-def _prompts(report: TraceReport) -> ReportTable:
-    columns = (
-        "prompt",
-        "tokens",
-        "rounds",
-        "acceptance length",
-        "rejected",
-        "tokens/s",
-        "plain tokens/s",
-    )
-    rows = []
+    # 4. By prompt.
+    columns = ("prompt", "tokens", "rounds", "acceptance length", "rejected")
+    prompts = ReportTable("By prompt", (*columns, "tokens/s", "plain tokens/s"), [])
     for prompt in report.prompts:
-        row = (
-            " ".join(prompt.prompt.split())[-60:],
-            prompt.tokens,
-            prompt.rounds,
-            number(prompt.acceptance_length),
-            number(prompt.rejection_rate),
-            f"{prompt.tokens_per_second:.1f}",
-            f"{prompt.plain_tokens_per_second:.1f}",
+        prompts.rows.append(
+            (
+                " ".join(prompt.prompt.split())[-60:],
+                prompt.tokens,
+                prompt.rounds,
+                number(prompt.acceptance_length),
+                number(prompt.rejection_rate),
+                f"{prompt.tokens_per_second:.1f}",
+                f"{prompt.plain_tokens_per_second:.1f}",
+            )
         )
-        rows.append(row)
-    return ReportTable("By prompt", columns, rows)
+    return [kinds, tokens, depths, calibration, prompts]
 
 
 def print_report(report: TraceReport) -> None:

@@ -23,7 +23,7 @@ class Eagle3Config(LayersConfig):
     with fewer than seven blocks the first, a middle one and the last but one."""
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all."""
-    hidden_size: int | None = None
+    hidden_size: int | None = limited(None, minimum=1)
     """Draft width; where it differs from the target's, the head learns its own embedding."""
     own_embedding: bool = False
     """Learn an own embedding at the target's width too, started from the target's."""

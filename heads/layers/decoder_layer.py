@@ -61,12 +61,9 @@ class LayerShape:
             chosen[name] = getattr(target, name) if value is None else value
 
         # 2. Refuse what no layer can have.
-        for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
-            if chosen[name] < 1:
-                raise ValueError(f"{name} must be at least 1, not {chosen[name]}")
         heads = chosen["num_attention_heads"]
         groups = chosen["num_key_value_heads"]
-        if heads < 1 or heads % groups:
+        if heads % groups:
             raise ValueError(
                 f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
             )

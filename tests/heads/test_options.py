@@ -43,6 +43,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"train_steps": 0}, "eagle3 train_steps 1 0"),
         ({"train_steps": 3, "depth": 2}, "eagle3 train_steps 2 3"),
         ({"num_attention_heads": 3}, "num_attention_heads 3 num_key_value_heads 2"),
+        ({"num_attention_heads": 0}, "eagle3 num_attention_heads 1 0"),
+        ({"hidden_size": 0}, "eagle3 hidden_size 1 0"),
+        ({"intermediate_size": -1}, "eagle3 intermediate_size 1 -1"),
+        ({"head_dim": 0}, "eagle3 head_dim 1 0"),
     ],
     "dflash": [
         ({"block_size": 1}, "block_size 2"),
