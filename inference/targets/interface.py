@@ -152,7 +152,8 @@ def filled_cache(inputs: dict[str, Any]) -> Cache | None:
         # recurrent states alone does not know how many tokens it has seen.
         layers = getattr(value, "layers", None)
         recurrent = layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
-        if value.has_previous_state() if recurrent else value.get_seq_length() > 0:
+        holds_tokens = value.has_previous_state() if recurrent else value.get_seq_length() > 0
+        if holds_tokens:
             return value
     return None
 
