@@ -39,7 +39,7 @@ def test_anchors_are_drawn_anew_in_each_step_and_as_many_as_wished():
     for _ in range(60):
         some = DraftPositions.of(features, 3, at_most=4)
         in_rows, of_rows = ((found.index_N // TIME).bincount() for found in (some, whole))
-        assert torch.equal(in_rows, of_rows.clamp(max=4)) and not some.all
+        assert torch.equal(in_rows, of_rows.clamp(max=4)) and some.on_host_NK is not None
         places = {index: place for place, index in enumerate(whole.index_N.tolist())}
         chosen = [places[index] for index in some.index_N.tolist()]
         assert chosen == sorted(set(chosen))
