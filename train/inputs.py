@@ -171,7 +171,7 @@ def load_inputs(
     # 7. The order of the sequences: which of them each step trains on.
     data = config.data
     loop = config.loop
-    sources_of_rows = cache.sources_of(training.conversations)
+    sources_of_rows: list[int] = cache.sources_N[training.chosen_N].tolist()
     lengths = lengths_of(training)
     order = Order(
         lengths,

@@ -52,9 +52,7 @@ def lines_of(rows: Iterable[dict[str, Any]]) -> str:
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Complete the options of an earlier version with defaults for those that it lacked."""
-    defaults: dict[str, Any] = {}
-    for option in dataclasses.fields(SelfMadeConfig):
-        defaults[option.name] = option.default
+    defaults = {option.name: option.default for option in dataclasses.fields(SelfMadeConfig)}
     return {**defaults, **by_new_names(options, warn=False)}
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ...inference.text.messages import check_conversation, user_turns
 from ...options import shown
 from ..config import SelfMadeConfig
-from .chat_template import REASONING_TAGS
+from .chat_template import REASONING_TAGS, whole_text
 from .conversations import distinct_share, open_file
 from .token_cache import UnusedRow
 
@@ -174,13 +174,11 @@ def readable(
     was written, except the line breaks around reasoning, which templates add.
 
     Args:
-        tokenizer: the model's.
         prompt: token ids before the answer; some templates open the reasoning there.
-        tokens: token ids of the answer.
         ends: tokens that end a turn.
     """
     body = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    text = _decoded(tokenizer, body)
+    text = whole_text(tokenizer, body)
     template = str(tokenizer.chat_template)
     reasoning = ""
     content = text
@@ -195,30 +193,21 @@ def readable(
     for first, last in REASONING_TAGS:
         if last not in template:
             continue
-        opened = _decoded(tokenizer, prompt[-PROMPT_END:]).rstrip().endswith(first)
+        opened = whole_text(tokenizer, prompt[-PROMPT_END:]).rstrip().endswith(first)
         if opened or text.lstrip().startswith(first):
             inside = text if opened else text.lstrip().removeprefix(first)
             reasoning, _, content = inside.partition(last)
             content = content.lstrip("\n")
-    message = {"role": "assistant", "content": _without_special(tokenizer, content)}
-    reasoning = _without_special(tokenizer, reasoning).strip("\n")
+    # As decoding with `skip_special_tokens` does.
+    special = _special_tokens(tokenizer)
+    message = {"role": "assistant", "content": special.sub("", content)}
+    reasoning = special.sub("", reasoning).strip("\n")
     return {**message, "reasoning_content": reasoning} if reasoning else message
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Decode tokens to their whole text, special tokens included."""
-    return str(
-        tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
-
-
-def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Remove the special tokens from a text, as decoding with `skip_special_tokens` does."""
-    return _special_tokens(tokenizer).sub("", text)
 
 
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """A pattern of the special tokens in a text."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
     # A pattern takes the first alternative that fits, so a token that begins like a shorter one
@@ -229,7 +218,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 def calls_tool(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> bool:
     """Whether an answer calls a tool, after which its result must follow, and not the user."""
-    text = _decoded(tokenizer, tokens)
+    text = whole_text(tokenizer, tokens)
     return any(mark in text for mark in TOOL_CALLS)
 
 
@@ -240,7 +229,6 @@ def is_usable(text: str, units: Sequence[object], finished: bool, config: SelfMa
         text: content and reasoning.
         units: its tokens, or else its words, of which enough n-grams must be distinct.
         finished: whether the model ended it by itself.
-        config: the options that set the limits.
     """
     if not text.strip() or distinct_share(units) < config.min_distinct:
         return False

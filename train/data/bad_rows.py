@@ -32,7 +32,6 @@ def settle_unused_rows(
     """Report the rows of the sources, and write those that cannot be used to a file in the folder.
 
     Args:
-        cache: the tokenized sources.
         data: says how many rejected rows are allowed.
         max_length: tokens of the longest sequence.
         folder: the run's; None writes no file.
@@ -41,24 +40,17 @@ def settle_unused_rows(
     Raises:
         ValueError: more rejected rows than are allowed, or no answer tokens within `max_length`.
     """
-    # 1. Count by reason.
+    # 1. Rows that cannot be used.
     rejected = [row for row in cache.unused if row.why == "rejected"]
+    file = None if folder is None else folder / REJECTED
+    _settle_rejected(rejected, cache.read, data, file, "data.bad_rows", "used", main_process)
+
+    # 2. Refuse, on every process: one conversation to train on and one to hold out must be left.
     too_long = sum(row.why == "too long" for row in cache.unused)
-    unanswered = sum(row.why == "unanswered" for row in cache.unused)
     used = cache.read - len(cache.unused)
     limit = f"data.max_length {data.max_length}"
     if max_length < data.max_length:
         limit = f"the model's {max_length} positions"
-    file = "" if folder is None else f" ({folder / REJECTED})"
-
-    # 2. Write the rows before any error, so that it can name the file.
-    if rejected and folder is not None and main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_rejected(rejected, folder / REJECTED)
-
-    # 3. Refuse, on every process: one conversation to train on and one to hold out must be left.
-    if len(rejected) > allowed(data, cache.read):
-        raise ValueError(_refusal(rejected, cache.read, data, file))
     if used < 2 and too_long:
         if used == 0:
             left = "no answer token is left: the answers of all"
@@ -68,19 +60,17 @@ def settle_unused_rows(
             f"{left} {too_long} conversations begin after {limit}; choose a larger data.max_length,"
             " or shorter prompts"
         )
-    if not main_process:
-        return
 
-    # 4. Report what was read.
-    skipped = f"{len(rejected):,} skipped" + (file if rejected else "")
-    log.info(
-        f"{cache.read:,} rows read, {used:,} used, {cache.truncated:,} of them truncated at"
-        f" {limit}; {too_long:,} dropped whose answers begin after it; {unanswered:,} without an"
-        f" answer; {skipped}"
-    )
-    if rejected:
-        log.warning(
-            f"{_share(rejected, cache.read)} cannot be used and are skipped:\n{_named(rejected)}"
+    # 3. Report what was read.
+    if main_process:
+        unanswered = sum(row.why == "unanswered" for row in cache.unused)
+        skipped = f"{len(rejected):,} skipped"
+        if rejected and file is not None:
+            skipped += f" ({file})"
+        log.info(
+            f"{cache.read:,} rows read, {used:,} used, {cache.truncated:,} of them truncated at"
+            f" {limit}; {too_long:,} dropped whose answers begin after it; {unanswered:,} without"
+            f" an answer; {skipped}"
         )
 
 
@@ -90,25 +80,54 @@ def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMa
     Raises:
         ValueError: more of them than are allowed.
     """
+    file = Path(f"{config.output}.{REJECTED}")
+    _settle_rejected(rejected, rows, config, file, "bad_rows", "answered")
+
+
+def _settle_rejected(
+    rejected: list[UnusedRow],
+    rows: int,
+    options: DataConfig | SelfMadeConfig,
+    file: Path | None,
+    option: str,
+    verb: str,
+    main_process: bool = True,
+) -> None:
+    """Report rejected rows, of all `rows`, and write them to a file, unless it is None.
+
+    `option` is the name of the option bad_rows, and `verb` what cannot be done to the rows.
+    """
     if not rejected:
         return
-    file = Path(f"{config.output}.{REJECTED}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _write_rejected(rejected, file)
-    if len(rejected) > allowed(config, rows):
-        raise ValueError(_refusal(rejected, rows, config, f" ({file})", "bad_rows"))
-    log.warning(
-        f"{_share(rejected, rows)} cannot be answered and are skipped ({file}):\n{_named(rejected)}"
-    )
+    # 1. Write the rows before any error, so that it can name the file.
+    if file is not None and main_process:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) + "\n"
+            for row in rejected
+        ]
+        write_whole(file, "".join(lines))
+    place = "" if file is None else f" ({file})"
+    share = f"{len(rejected):,} of {rows:,} rows ({len(rejected) / rows:.1%})"
+    named = "\n".join(f"  {row.where}: {row.reason}" for row in rejected[:NAMED])
+    if len(rejected) > NAMED:
+        named += f"\n  and {len(rejected) - NAMED:,} more"
 
-
-def _write_rejected(rejected: list[UnusedRow], file: Path) -> None:
-    """Write the rows to a file of JSON lines."""
-    lines = [
-        json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) + "\n"
-        for row in rejected
-    ]
-    write_whole(file, "".join(lines))
+    # 2. Refuse more than are allowed, on every process.
+    if len(rejected) > allowed(options, rows):
+        if options.bad_rows == "refuse":
+            advice = f"mend them, or leave them out with {option} skip"
+        else:
+            # Rounded up to three decimals, so that the limit in the message would allow them.
+            needed = math.ceil(1000 * len(rejected) / rows) / 1000
+            limit = f"{SHARE:.0%}" if options.bad_rows_limit is None else options.bad_rows_limit
+            advice = (
+                f"{option}_limit allows {limit}; mend them, or allow as many with {option}_limit"
+                f" {needed}"
+            )
+        raise ValueError(f"{share} cannot be {verb}{place}; {advice}:\n{named}")
+    if main_process:
+        log.warning(f"{share} cannot be {verb} and are skipped{place}:\n{named}")
 
 
 def allowed(data: DataConfig | SelfMadeConfig, rows: int) -> float:
@@ -119,36 +138,3 @@ def allowed(data: DataConfig | SelfMadeConfig, rows: int) -> float:
         return data.bad_rows_limit * rows
     # 1,000 rows: 10 by either. 100 rows: 10 of FEW. 20 rows: 2, a tenth.
     return max(SHARE * rows, min(FEW, SHARE_OF_FEW * rows))
-
-
-def _refusal(
-    rejected: list[UnusedRow],
-    rows: int,
-    data: DataConfig | SelfMadeConfig,
-    file: str,
-    option: str = "data.bad_rows",
-) -> str:
-    """The error for rows that are not allowed by the option of this name."""
-    if data.bad_rows == "refuse":
-        advice = f"mend them, or leave them out with {option} skip"
-    else:
-        # Rounded up to three decimals, so that the limit in the message would allow them.
-        needed = math.ceil(1000 * len(rejected) / rows) / 1000
-        limit = f"{SHARE:.0%}" if data.bad_rows_limit is None else str(data.bad_rows_limit)
-        advice = (
-            f"{option}_limit allows {limit}; mend them, or allow as many with {option}_limit"
-            f" {needed}"
-        )
-    return f"{_share(rejected, rows)} cannot be used{file}; {advice}:\n{_named(rejected)}"
-
-
-def _share(rejected: list[UnusedRow], rows: int) -> str:
-    return f"{len(rejected):,} of {rows:,} rows ({len(rejected) / rows:.1%})"
-
-
-def _named(rejected: list[UnusedRow]) -> str:
-    """List the first rejected rows, one a line."""
-    lines = [f"  {row.where}: {row.reason}" for row in rejected[:NAMED]]
-    if len(rejected) > NAMED:
-        lines.append(f"  and {len(rejected) - NAMED:,} more")
-    return "\n".join(lines)

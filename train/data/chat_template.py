@@ -11,6 +11,7 @@ system prompt): such a conversation becomes several sequences.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,12 @@ def encode(
     left out.
     """
     whole = whole_sequences(conversation, tokenizer, eos, thinking, template_kwargs)
-    examples = [example.truncated(max_length) for example in whole]
-    return [example for example in examples if any(example.loss_mask)]
+    return cut_to(whole, max_length)
+
+
+def cut_to(examples: Sequence[Example], length: int) -> list[Example]:
+    """Cut sequences to `length` tokens; those without an answer token there are left out."""
+    return [each.truncated(length) for each in examples if any(each.loss_mask[:length])]
 
 
 def whole_sequences(
@@ -337,11 +342,11 @@ def joined(
     # 2. A token spans both, such as "\n\n" where each has one of the line feeds. Tokenize the
     # answer alone. Some tokenizers add a space to the beginning of a text: then it stands after an
     # anchor that keeps its own token. The text must come out the same.
-    expected = _text(tokenizer, whole)
+    expected = whole_text(tokenizer, whole)
     for anchor in ("", "\n", tokenizer.eos_token or ""):
         first, both = tokenizer([anchor, anchor + answer], add_special_tokens=False)["input_ids"]
         answer_tokens = both[len(first) :]
-        text = _text(tokenizer, prompt_tokens + answer_tokens)
+        text = whole_text(tokenizer, prompt_tokens + answer_tokens)
         if both[: len(first)] == first and text == expected:
             return prompt_tokens, answer_tokens
     raise ValueError(
@@ -351,7 +356,8 @@ def joined(
     )
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+def whole_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """Decode tokens to their whole text, special tokens included."""
     return str(
         tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )

@@ -240,7 +240,7 @@ def open_file(name: str) -> Source:
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
     if holds_array(name):
-        return Source(name, "texts", identity, partial(_elements, name))
+        return Source(name, "texts", identity, partial(_as_texts, json_array, name))
     return Source(name, "lines", identity, None)
 
 
@@ -282,12 +282,11 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
         return check_conversation(row, where, expected)
     tokens = row["input_ids"]
     mask = row["loss_mask"]
-    for name, values_T, valid in (
-        ("input_ids", tokens, "token ids"),
-        ("loss_mask", mask, "0 and 1"),
-    ):
-        if not isinstance(values_T, list):
-            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {shown(values_T)}")
+    if not isinstance(tokens, list) or not isinstance(mask, list):
+        raise ValueError(
+            f"{where}: 'input_ids' must be a list of token ids and 'loss_mask' one of 0 and 1, not"
+            f" {shown(tokens)} and {shown(mask)}"
+        )
     if len(tokens) != len(mask):
         raise ValueError(
             f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there"
@@ -308,14 +307,9 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     return dict(row)
 
 
-def _elements(name: str) -> Dataset:
-    """Load the elements of a JSON array, each as a text, since their keys may differ."""
-    return Dataset.from_dict({"json": [json.dumps(element) for element in json_array(name)]})
-
-
-def _stored_texts(files: Sequence[Path]) -> Dataset:
-    """Load texts that were stored with their states, the oldest first."""
-    return Dataset.from_dict({"json": [json.dumps(row) for row in text_rows(files)]})
+def _as_texts(read: Callable[[Any], Iterable[Any]], source: Any) -> Dataset:
+    """Load the rows that `read` finds in a source, each as a text, since their keys may differ."""
+    return Dataset.from_dict({"json": [json.dumps(row) for row in read(source)]})
 
 
 def _lines(path: Path) -> Dataset:
@@ -371,7 +365,7 @@ def _data_set(name: str, limit: int | None) -> Source:
     shards = text_shards(path)
     if shards:
         identity = _hash("recorded", *(path.name for path in shards))
-        return Source(name, "texts", identity, partial(_stored_texts, shards))
+        return Source(name, "texts", identity, partial(_as_texts, text_rows, shards))
 
     # 2. A folder that `save_to_disk` has written: one data set, or a dict of splits.
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():

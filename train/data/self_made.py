@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
-from ...files import naming, require_regular, write_whole
+from ...files import naming, reading_back, require_regular, write_whole
 from ...heads.base import dtype_name
 from ...inference.drafters.round import Round
 from ...inference.load import load_speculative_lm
 from ...inference.rounds.observers import ObservedCall, RoundObserver
-from ...inference.rounds.sequences import Sequences
+from ...inference.rounds.sequences import Sequences, left_padded
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import target_facts, tokenizer_provenance
 from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids, render
@@ -63,9 +62,6 @@ WAVES = 8
 """Conversations that each row of the batch generates, one after another, between two writes."""
 EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
-PADDING = 0
-"""Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have
-none for it."""
 FREE_TO_CHANGE = ("output", "bad_rows", "bad_rows_limit")
 """Options that may differ when the command resumes."""
 
@@ -125,16 +121,12 @@ class _Output:
                 f"{self.path} was begun with answers from elsewhere, not the model's in this"
                 f" process; {RESUME_ADVICE}"
             )
-        try:
+        with reading_back(self.state_path, f"remove it and {self.path} to start anew"):
             self.progress = FileProgress(**state["progress"])
             self.seen = set(state["seen"])
-            whole = {type(value) for value in dataclasses.astuple(self.progress)} == {int}
-        except (TypeError, KeyError):
-            whole = False
-        if not whole or self.progress.size < 0:
-            raise ValueError(
-                f"{self.state_path} is broken; remove it and {self.path} to start anew"
-            )
+            for number in dataclasses.astuple(self.progress):
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"its progress has {number!r}")
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
         # "fastest" and "auto" depend on the machine: go on with what they were.
@@ -221,9 +213,7 @@ def _batches(
 def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver] = ()) -> Path:
     """Write the file, or resume it; return its path.
 
-    Args:
-        config: the options.
-        observers: what watches the model in this process.
+    `observers` watch the model in this process.
 
     Raises:
         ValueError: invalid prompts or options, or a file that cannot be resumed.
@@ -522,23 +512,16 @@ def _continue(
     """
     # The first `slots` rows are generated together: sorted by length they need little padding.
     longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    ids_BT = pad_sequence(
-        [torch.tensor(prompts[row]) for row in longest_first],
-        batch_first=True,
-        padding_value=PADDING,
-        padding_side="left",
+    ids_BT, mask_BT = left_padded(
+        [torch.tensor(prompts[row]) for row in longest_first], lm.target.device
     )
-    lengths_B = torch.tensor([len(prompts[row]) for row in longest_first])
-    # Lengths 4 and 2 of 4: [[1 1 1 1], [0 0 1 1]].
-    mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
-    device = lm.target.device
     output = lm.generate(
-        ids_BT.to(device),
-        attention_mask=mask_BT.long().to(device),
+        ids_BT,
+        attention_mask=mask_BT,
         max_new_tokens=new_tokens,
         generator=generator,
         max_batch_size=slots,
-        pad_token_id=PADDING,
+        pad_token_id=0,  # it is masked, and many tokenizers have no token for it
         **sampling,
     )
     # Cut each row after its end token, and put the rows back in the order of the prompts.

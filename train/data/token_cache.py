@@ -60,7 +60,7 @@ from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
 from ...inference.tuning.machine import usable_cores
 from ...options import check_options, template_variables
-from .chat_template import Example, whole_sequences
+from .chat_template import Example, cut_to, whole_sequences
 from .conversations import FORMATS, RowReader, Source, check_row
 
 FINGERPRINT = re.compile("[0-9a-f]{16}")
@@ -110,8 +110,8 @@ class Rendering:
         row.
         """
         try:
-            self._check_tokenizer(conversation)
             if conversation.get("input_ids") is not None:
+                self._check_tokenizer(conversation.get("tokenizer"))
                 # Rows 7, 8, 9 with `sequence` 1, 2, 3 are one conversation: row 9 has 2 before it.
                 sequence = conversation.get("sequence")
                 if type(sequence) is int and 1 <= sequence <= number + 1:
@@ -125,14 +125,9 @@ class Rendering:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
 
-    def _check_tokenizer(self, conversation: dict[str, Any]) -> None:
+    def _check_tokenizer(self, named: Any) -> None:
         """Refuse token ids of another tokenizer, where the row names its fingerprint."""
-        named = conversation.get("tokenizer")
-        if (
-            conversation.get("input_ids") is None
-            or not isinstance(named, str)
-            or not FINGERPRINT.fullmatch(named)
-        ):
+        if not isinstance(named, str) or not FINGERPRINT.fullmatch(named):
             return
         ours = tokenizer_provenance(self.tokenizer)["tokenizer"]
         if named != ours:
@@ -158,13 +153,7 @@ class Rendering:
 
     def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize conversation `number` into sequences of at most `max_length` tokens."""
-        examples = []
-        for example in self.whole(conversation, where, number):
-            truncated = example.truncated(self.max_length)
-            # Without an answer token there is nothing to train on.
-            if any(truncated.loss_mask):
-                examples.append(truncated)
-        return examples
+        return cut_to(self.whole(conversation, where, number), self.max_length)
 
     def fingerprint(self) -> str:
         """Hash the content of the tokenizer, its chat template and the options."""
@@ -218,24 +207,13 @@ class TokenizedSequences(Sequence[Example]):
 
     def tokens_of(self, index: int) -> NDArray[np.int32]:
         """The tokens of a sequence, without a Python object for each."""
-        # With parts of 4 and 3 sequences (ends 4, 7), sequence 5 is number 1 of part 1.
-        number = int(self.chosen_N[index])
-        chunk = int(np.searchsorted(self._ends, number, "right"))
-        offsets, tokens = self._chunks[chunk]
-        first = number - (int(self._ends[chunk - 1]) if chunk else 0)
-        return tokens[offsets[first] : offsets[first + 1]]
+        tokens: NDArray[np.int32] = self._column[int(self.chosen_N[index])].values.to_numpy()
+        return tokens
 
     @cached_property
-    def _chunks(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Offsets and tokens of each part of the cache's column, mapped from its files."""
-        # Arrow keeps a column of lists as one array of all tokens and the offsets between lists.
-        column = self.cache.rows.data.table.column("tokens")
-        return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        """Sequences up to the end of each part."""
-        return np.cumsum([len(offsets) - 1 for offsets, _ in self._chunks])
+    def _column(self) -> pa.ChunkedArray:
+        """The tokens of all sequences of the cache, mapped from its files."""
+        return self.cache.rows.data.table.column("tokens")
 
 
 @dataclass(frozen=True)
@@ -267,24 +245,14 @@ class TokenCache:
     """How often each token is an answer token."""
     digest: str
     """Hash of all tokens and masks in their order."""
-    first_of_source: list[int]
-    """Index of each source's first conversation, over all sources."""
-    entries: list[int]
-    """Index of each source's name, or its pattern, among those that were opened together."""
+    sources_N: NDArray[np.int64]
+    """Index of the name, or pattern, by which each sequence's source was opened."""
     read: int
     """Rows of all sources."""
     truncated: int
     """Conversations of which a sequence was truncated."""
     unused: list[UnusedRow]
     """Rows without a sequence."""
-
-    def sources_of(self, conversations: list[int]) -> list[int]:
-        """Index of the name that each conversation's source was opened by."""
-        # Sources that begin at 0, 10 and 30: conversation 10 is of source 1, 29 too.
-        numbers_N = np.searchsorted(self.first_of_source, conversations, side="right") - 1
-        # A pattern such as data/*.jsonl opens several sources under one name.
-        entries: list[int] = np.asarray(self.entries)[numbers_N].tolist()
-        return entries
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
@@ -382,8 +350,8 @@ def cached_sequences(
     parts: list[Dataset] = []
     counts = []
     digests = []
-    firsts = [0]  # the first row of each source, counted over all sources
     conversations = []
+    entries = []
     read = 0
     truncated = 0
     unused: list[UnusedRow] = []
@@ -407,7 +375,7 @@ def cached_sequences(
             manifest = read_json(entry / "manifest.json")
             before = dict(manifest["made_of"])
             files = [entry / Path(name).name for name in manifest["files"]]
-            rows_read = operator.index(manifest["rows"])
+            source_rows = operator.index(manifest["rows"])
             truncated += operator.index(manifest["truncated"])
             digests.append(bytes.fromhex(manifest["digest"]).hex())
             of_tokens = np.lib.format.open_memmap(require_regular(entry / "counts.npy"), mode="r")
@@ -420,10 +388,10 @@ def cached_sequences(
 
         # 3. Map it. Rows count from 0 in each source, conversations over all sources.
         dataset = concatenate_datasets([_mapped(path) for path in files])
-        conversations.append(dataset.data.table.column("row").to_numpy() + firsts[-1])
+        conversations.append(dataset.data.table.column("row").to_numpy() + read)
+        entries.append(np.full(len(dataset), source.entry))
         parts.append(dataset)
-        firsts.append(firsts[-1] + rows_read)
-        read += rows_read
+        read += source_rows
 
     # 4. Join the sources. Counts are as long as a source's largest token: pad them to the longest.
     rows = concatenate_datasets(parts)
@@ -439,8 +407,7 @@ def cached_sequences(
         table.column("opens").to_numpy().astype(np.int64),
         counts_V,
         hashlib.sha256("".join(digests).encode()).hexdigest(),
-        firsts[:-1],
-        [source.entry for source in sources],
+        np.concatenate(entries),
         read,
         truncated,
         unused,

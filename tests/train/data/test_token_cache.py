@@ -117,7 +117,7 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(
     assert lengths_of(training) == lengths_of(plain)
     assert all((a == b).all() for a, b in zip(answers_of(training), answers_of(plain)))
     assert torch.equal(count_answer_tokens(training, 258), count_answer_tokens(plain, 258))
-    assert cache.sources_of(training.conversations) == [
+    assert cache.sources_N[training.chosen_N].tolist() == [
         numbers[example.conversation] for example in plain
     ]
     assert training[2:5] == plain[2:5] and training[-1] == plain[-1]
