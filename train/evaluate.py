@@ -41,7 +41,7 @@ from .data.chat_template import Example
 from .engines import any_process, distributed
 from .features.online import OnlineFeatures
 from .features.placement import is_sharded
-from .features.stored import StoredReplay
+from .features.stored import StoredFeatures, StoredReplay
 
 NODES_AT_ONCE = 512
 """Nodes of trees that are looked up at once, over all prompts: their logits take memory."""
@@ -93,9 +93,8 @@ class Evaluation:
         of the difference, over the prompts that both answered, lies below 0. With one such prompt
         the difference itself decides.
         """
-        low, high = difference_interval(self.prompts, others)
-        # NaN compares as False: without a common prompt nothing is shorter.
-        return high < 0 if low <= high else False
+        _, high = difference_interval(self.prompts, others)
+        return high < 0  # NaN compares as False: without a common prompt nothing is shorter
 
     def measured(self, config: EvalConfig) -> dict[str, Any]:
         """Figures for a checkpoint and its model card."""
@@ -118,20 +117,14 @@ def evaluate(
     config: EvalConfig,
     accelerator: Accelerator,
     stop: StopFlag,
-    features: OnlineFeatures | None = None,
     tokens: int = TOKENS_AT_ONCE,
 ) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
     Args:
-        target: the frozen target.
-        head: what is measured.
-        objective: the loss that is measured.
-        held_out: conversations.
         config: how many conversations and prompts, and how long the answers are.
         accelerator: the processes that share the work; all have the same head and conversations.
         stop: looked at before the losses and before each tree.
-        features: those of the held-out conversations; None if the target computes them.
         tokens: of a teacher-forced forward, padding included, at most.
 
     Returns:
@@ -145,8 +138,7 @@ def evaluate(
     if any_process(accelerator, stop.wanted):
         return None
     batches = batched(held_out[: config.conversations], tokens)
-    read = features or OnlineFeatures(target, served)
-    sums = distributed(accelerator, batches, partial(sums_of, read, served, objective), together)
+    sums = distributed(accelerator, batches, partial(sums_of, target, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
 
     # 2. Acceptance, by greedy decoding with three trees. The static one follows from the accuracy.
@@ -281,7 +273,6 @@ def try_evaluation(
     objective: Objective,
     held_out: list[Example],
     config: EvalConfig,
-    features: OnlineFeatures | None = None,
     tokens: int = TOKENS_AT_ONCE,
 ) -> None:
     """Do the largest forward of an evaluation, and begin an answer to its longest prompt.
@@ -290,7 +281,7 @@ def try_evaluation(
     arguments are those of `evaluate`.
     """
     served = copy.deepcopy(head).to(target.device, target.dtype).eval()
-    read = features or OnlineFeatures(target, served)
+    read = features_for(target, served)
     largest = batched(held_out[: config.conversations], tokens)[0]
     served(read(collate(largest), target.dtype), objective, min(RANKS, head.draft_vocab_size))
     longest = max(eval_prompts(target, held_out, config), key=len)
@@ -304,23 +295,28 @@ def teacher_forced(
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     objective = head.default_objective(head.config)
-    sums = sums_of(OnlineFeatures(target, head), head, objective, batched(examples, tokens))
+    sums = sums_of(target, head, objective, batched(examples, tokens))
     return means(sums, head.max_depth)
+
+
+def features_for(target: Target, head: DraftHead) -> OnlineFeatures:
+    """The features of held-out conversations, which a source has if the target has no blocks."""
+    if isinstance(target, StoredReplay):
+        return StoredFeatures(target.original, head, target.source)
+    return OnlineFeatures(target, head)
 
 
 @torch.no_grad()
 def sums_of(
-    read: OnlineFeatures,
-    head: DraftHead,
-    objective: Objective,
-    batches: Sequence[list[Example]],
+    target: Target, head: DraftHead, objective: Objective, batches: Sequence[list[Example]]
 ) -> list[Sums]:
     """Sum a head's losses and hits over each batch."""
+    read = features_for(target, head)
     ranks = min(RANKS, head.draft_vocab_size)
     sums: list[Sums] = []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
-            features = read(collate(examples), read.target.dtype)
+            features = read(collate(examples), target.dtype)
             # losses_K and counts_K: summed over the batch's positions, by depth. hits_KI: how often
             # the true token was the head's i-th best.
             output = head(features, objective, ranks)

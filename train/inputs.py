@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ..console import log
 from ..heads.base import CheckpointMetadata, DraftHead
@@ -56,7 +55,6 @@ class Inputs:
     target: Target
     head: DraftHead
     objective: Objective
-    tokenizer: PreTrainedTokenizerBase
     provenance: dict[str, Any]
     """Identity of target and tokenizer, saved with the head."""
     training: Sequence[Example]
@@ -84,8 +82,6 @@ def load_inputs(
     """Load data, target and head.
 
     Args:
-        config: options of the run.
-        accelerator: the processes that load together.
         folder: where rows that cannot be used are written to a file; None writes none.
         outer: True loads the target's outer modules only (no blocks), and opens no source of
             states; None does what `features.mode` says.
@@ -148,12 +144,17 @@ def load_inputs(
         # No blocks are here: the states come from elsewhere, for evaluations too.
         source = open_source(config, accelerator, target, head, provenance, outside)
         held_out = judged(held_out, config.eval)
-        check_source(source, accelerator, target, training, held_out)
+        check_source(source, accelerator, target, held_out, training)
         replay = StoredReplay(target, source, held_out)
     # Called for its error too, which should come now and not at the first evaluation.
     prompts = eval_prompts(replay or target, held_out, config.eval)
     if len(prompts) < config.eval.prompts and accelerator.is_main_process:
-        log.info(few_prompts(len(prompts), config))
+        several = "s" * (len(prompts) > 1)
+        log.info(
+            f"acceptance is measured on {len(prompts)} held-out prompt{several}, and eval.prompts"
+            f" asks for {config.eval.prompts}: the intervals of acceptance lengths are wide; hold"
+            f" out more than data.held_out {config.data.held_out}, or make more conversations"
+        )
 
     # 6. The first weights, and the draft vocabulary: the most frequent tokens of the answers.
     if config.init_from is None:
@@ -196,7 +197,6 @@ def load_inputs(
         target,
         head,
         objective,
-        tokenizer,
         provenance,
         training,
         held_out,
@@ -205,18 +205,6 @@ def load_inputs(
         digests,
         replay,
         source,
-    )
-
-
-def few_prompts(count: int, config: TrainConfig) -> str:
-    """The line about fewer held-out prompts than an evaluation asks for."""
-    worth = "the intervals of acceptance lengths are wide"
-    if count == 1:
-        worth = "the intervals of acceptance lengths say nothing about other prompts"
-    return (
-        f"acceptance is measured on {count} held-out prompt{'s' * (count > 1)}, and eval.prompts"
-        f" asks for {config.eval.prompts}: {worth}; hold out more than data.held_out"
-        f" {config.data.held_out}, or make more conversations"
     )
 
 

@@ -39,7 +39,6 @@ from ..console import ProgressBar, log
 from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
 from ..heads.by_name import build_head
 from ..heads.checkpoints.save_load import save_head
-from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
 from ..inference.targets.dtypes import dtype_named
 from ..inference.targets.provenance import provenance
@@ -68,7 +67,7 @@ from .evaluate import (
 from .features.by_mode import check_outside_source, feature_source
 from .features.online import OnlineFeatures, online_features
 from .features.sources import OpenSource
-from .features.stored import StoredFeatures, StoredReplay
+from .features.stored import StoredReplay
 from .head import objective_of
 from .inputs import Inputs, load_inputs
 from .lost_processes import lost_processes_explained
@@ -251,12 +250,11 @@ class Trainer:
         run.check_space(checkpoint_bytes(self.state.module), loop.keep)
         # The first evaluation may be hours away: what would end it is to end the run now.
         if from_main(accelerator, run.newest() is None):
-            copy, read = copied_head(self.state)
             target = inputs.replay or inputs.target
+            copy = copied_head(self.state)
             tokens = forward_tokens(config)
-            objective = inputs.objective
-            try_evaluation(target, copy, objective, inputs.held_out, config.eval, read, tokens)
-            del copy, read
+            try_evaluation(target, copy, inputs.objective, inputs.held_out, config.eval, tokens)
+            del copy
         # Heads that draw while they train must not draw the same on every process.
         torch.manual_seed(loop.seed + share.process)
 
@@ -324,6 +322,7 @@ class Trainer:
             None.
         """
         progress = self.progress
+        loop = self.config.loop
         metrics = self.metrics
         epoch = None
         agreed_on = Wishes()
@@ -336,7 +335,9 @@ class Trainer:
                     # 1. Evaluate, and then save, so that the checkpoint knows of the evaluation.
                     if not self.evaluate_if_due():
                         break
-                    self.save_if_due(agreed_on.save)
+                    due_now = agreed_on.save or due(progress.step, loop.save_every)
+                    if due_now and 0 < progress.step < self.steps:
+                        self.save(loop.save_in_background)
 
                     # 2. Stop? Several processes have agreed on it during the last step; one alone
                     # can look now, and so before its first step.
@@ -356,8 +357,10 @@ class Trainer:
                         self.features.settle(self.run.accelerator)
                     epoch = data.epoch
                     # Processes agree on their wishes in the sum of the loss: the one exchange that
-                    # a step has anyway.
-                    wishes = Wishes(self.stop.wanted, self.wants_to_save())
+                    # a step has anyway. A checkpoint may be due by the clock, or the last one could
+                    # not be written.
+                    late = time.monotonic() - self.saved_at >= 60 * (loop.save_minutes or math.inf)
+                    wishes = Wishes(self.stop.wanted, late or self.run.failed())
                     adapt = progress.step >= self.joint_from
                     outputs, norm, agreed_on = gradients(
                         self.state, data, self.features, metrics.clock, number, adapt, wishes
@@ -426,19 +429,6 @@ class Trainer:
         if from_main(self.run.accelerator, 0 < self.config.loop.patience <= progress.falling):
             self.steps = progress.step
         return True
-
-    def wants_to_save(self) -> bool:
-        """Whether a checkpoint is due by the clock, or the last one could not be written."""
-        minutes = self.config.loop.save_minutes
-        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return late or self.run.failed()
-
-    def save_if_due(self, wanted: bool) -> None:
-        """Save between two steps, if it is due or the processes have agreed on it."""
-        loop = self.config.loop
-        step = self.progress.step
-        if 0 < step < self.steps and (wanted or due(step, loop.save_every)):
-            self.save(loop.save_in_background)
 
     def save(self, background: bool) -> None:
         """Write a checkpoint to resume from."""
@@ -555,10 +545,6 @@ def gradients(
     Weights do not change, unless the engine is DeepSpeed, whose last backward makes the step.
 
     Args:
-        state: what is trained.
-        data: this process's batches of the step.
-        features: computes or reads the target's features of a batch.
-        clock: told which part of the step runs.
         step: number of the step, for errors.
         adapt: whether the adapter is trained too.
         wishes: what this process wishes for the end of the step.
@@ -635,23 +621,14 @@ def update(state: TrainState) -> float:
     return lr
 
 
-def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
-    """Copy the head, whole and in the dtype in which it is saved, to host memory.
-
-    Returns:
-        The copy, and what reads the target's states for it, unless the target computes them.
-    """
-    inputs = state.inputs
-    target = inputs.target
-    head = inputs.head
+def copied_head(state: TrainState) -> DraftHead:
+    """Copy the head, whole and in the dtype in which it is saved, to host memory."""
+    head = state.inputs.head
     name, _ = head_options(state.config)  # FSDP2 gives the head's class another name
     copy = build_head(name, dataclasses.asdict(head.config), head.target)
     # An engine may have sharded the weights, so that all processes gather them here.
     copy.load_state_dict(get_model_state_dict(head, options=StateDictOptions(full_state_dict=True)))
-    copy = copy.to(dtype_named(state.config.loop.save_dtype))
-    if isinstance(target, OuterTarget) and inputs.source is not None:
-        return copy, StoredFeatures(target, copy, inputs.source)
-    return copy, None
+    return copy.to(dtype_named(state.config.loop.save_dtype))
 
 
 def evaluate_and_save(
@@ -677,9 +654,13 @@ def evaluate_and_save(
 
     # 1. Copy the head: what is measured is what is served. A run that was never evaluated has one
     # to use from now on, whatever becomes of the measurement.
-    copy, read = copied_head(state)
+    copy = copied_head(state)
+    record = {**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)}
+    del record["longest_prompts"]  # a pair of numbers for each prompt, of no use to a reader
+    if changes := run.changes():
+        record["changes"] = changes
     metadata = CheckpointMetadata(
-        training=training_record(run, config, progress),
+        training=record,
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )
@@ -697,7 +678,6 @@ def evaluate_and_save(
         config.eval,
         accelerator,
         stop,
-        read,
         forward_tokens(config),
     )
     if evaluation is None:
@@ -739,18 +719,6 @@ def evaluate_and_save(
     return evaluation
 
 
-def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> dict[str, Any]:
-    """Return how a head was trained, for its checkpoint.
-
-    The record holds versions, options, the options that changed on the way, and progress.
-    """
-    so_far = dataclasses.asdict(progress)
-    del so_far["longest_prompts"]  # a pair of numbers for each prompt, of no use to a reader
-    record = {**provenance(), "config": dataclasses.asdict(config), **so_far}
-    changes = run.changes()
-    return {**record, "changes": changes} if changes else record
-
-
 def agreed(
     accelerator: Accelerator, outputs: list[HeadOutput], wishes: Wishes, norm: Tensor | None = None
 ) -> tuple[float, float, Wishes]:
@@ -780,18 +748,15 @@ def check_finite(
     state.run.close()
     newest = state.run.newest()
     lower = f"{state.config.optim.lr / 2:g}"
-    advice = (
-        "a lower optim.lr or a larger optim.warmup often helps: to resume from there, set optim.lr"
-        f" to {lower} in {state.run.folder / 'config.yaml'} and give the same command with"
-        f" --optim.lr {lower}"
-    )
-    if newest is None:
-        advice = (
-            "a lower optim.lr or a larger optim.warmup often helps: nothing was saved yet, so begin"
-            " with that"
+    how = "nothing was saved yet, so begin with that"
+    if newest is not None:
+        how = (
+            f"to resume from there, set optim.lr to {lower} in {state.run.folder / 'config.yaml'}"
+            f" and give the same command with --optim.lr {lower}"
         )
     raise ValueError(
         f"step {step}: the {what} is {value}; training stops. Its batch held the conversations"
         f" {numbers} (counted from 0 over all sources). The newest checkpoint is"
-        f" {newest or 'not yet written'}; {advice}"
+        f" {newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often helps:"
+        f" {how}"
     )

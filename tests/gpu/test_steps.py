@@ -55,9 +55,7 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     monkeypatch.setattr(accelerator.state, "device", target.device)
     share = Share(0, 1, 2)
     run = RunFolder(loop.Path(config.output), accelerator)
-    inputs = loop.Inputs(
-        target, head, head.default_objective(head.config), None, {}, [], [], [], 1.0, {}
-    )
+    inputs = loop.Inputs(target, head, head.default_objective(head.config), {}, [], [], [], 1.0, {})
     state = loop.build_state(run, share, inputs, config, STEPS)
     clock, features, found = StepClock(accelerator.device), OnlineFeatures(target, head), []
     for step in range(1, STEPS + 1):

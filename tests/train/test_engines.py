@@ -793,5 +793,5 @@ def test_packed_weights_are_not_cut(options):
     config = dataclasses.replace(
         options, target_placement="shard", target_quantization={"load_in_8bit": True}
     )
-    with refused("target_quantization needs target_placement 'whole' 'spread' 'shard'"):
+    with refused("packed target_placement 'whole' 'spread' 'shard'"):
         load_target(config, accelerator)

@@ -11,22 +11,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ...console import ProgressBar, log
+from ...console import log
 from ...files import free_bytes
 from ...heads.base import DraftHead
 from ...inference.engines.target import Target
 from ...inference.feature_cache import MANIFEST, FeatureCache, kept_layers, key_of
 from ...inference.outer_modules import OuterTarget
-from ...stopping import Stopped, stop_on_signals
 from ..config import TrainConfig
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
-from ..engines import all_agree, any_process, from_main
+from ..engines import all_agree, from_main
 from .online import (
     CachedFeatures,
     OnlineFeatures,
     cache_bytes,
     check_room,
+    fill_in_turns,
     lacking_in,
     open_cache,
 )
@@ -85,11 +85,11 @@ def open_source(
 def check_source(
     source: StateSource,
     accelerator: Accelerator,
-    target: OuterTarget,
-    training: Sequence[Example],
+    target: Target,
     held_out: list[Example],
+    training: Sequence[Example] = (),
 ) -> None:
-    """Check before the first step that a source has all states of a run, and the right ones."""
+    """Check before long work that a source has all states that it needs, and the right ones."""
 
     def check() -> None:
         source.require(accelerator, training, "to train on")
@@ -117,7 +117,6 @@ def feature_source(
     """
     # 1. Stored and served: nothing is computed here.
     if source is not None:
-        assert isinstance(target, OuterTarget)
         return StoredFeatures(target, head, source)
 
     # 2. Online, and auto where a cache does not pay: too large, or read only once. In a folder that
@@ -134,12 +133,14 @@ def feature_source(
     ):
         return OnlineFeatures(target, head)
 
-    # 3. A cache. Auto gives it up if the disk is too small for what is still lacking.
+    # 3. A cache. Auto gives it up if the disk is too small for what is still lacking. A folder may
+    # have more layers than this head reads.
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
+    token_bytes = cache_bytes(head, options.format, cache.layers)
     if options.mode == "auto":
         lengths = lengths_of(examples)
-        lacking = sum(lengths[index] for index in lacking_in(accelerator, cache, examples))
-        needed = cache_bytes(head, options.format, cache.layers) * lacking
+        lacking = lacking_in(accelerator, cache, examples)
+        needed = token_bytes * sum(lengths[index] for index in lacking)
         if from_main(accelerator, needed > free_bytes(cache.folder)):
             log.info(
                 f"{needed / 2**30:.2f} GiB of states do not fit on the disk of {cache.folder}: none"
@@ -147,9 +148,7 @@ def feature_source(
             )
             return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, cache, accelerator)
-    # A folder may have more layers than this head reads.
-    gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
-    log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
+    log.info(f"the target's states: {token_bytes * tokens / 2**30:.2f} GiB in {cache.folder}")
     if outside is not None:
         import_states(
             accelerator, cache, outside(target.info, cache.layers), target, head, examples
@@ -180,45 +179,23 @@ def import_states(
     lengths = lengths_of(examples)
     check_room(accelerator, cache, head, sum(lengths[index] for index in lacking))
     source.require(accelerator, [examples[index] for index in lacking], "to train on")
-    process = accelerator.process_index
-    processes = accelerator.num_processes
-    # Each group is divided among the processes, which meet after it.
-    step = IMPORTED * processes
-    with (
-        stop_on_signals() as stop,
-        ProgressBar("tokens", sum(lengths[index] for index in lacking)) as bar,
-    ):
-        stopping = False
-        for begin in range(0, len(lacking), step):
-            group = lacking[begin : begin + step]
-            stopping = any_process(accelerator, stop.wanted)
-            if stopping:
-                break
-            share = group[process::processes]
-            all_agree(accelerator, partial(_take, cache, source, target, examples, share))
-            bar.update(bar.done + sum(lengths[index] for index in group))
-    # Write, and then read what the other processes have written.
-    cache.flush()
-    accelerator.wait_for_everyone()
-    cache.refresh()
-    if stopping:
-        raise Stopped("stopped; the same command resumes from there")
+
+    def take(batch: list[int]) -> None:
+        chosen = [examples[index] for index in batch]
+        sequences = [(torch.tensor(example.tokens), example.conversation) for example in chosen]
+        for (tokens_T, _), (states_TLD, _) in zip(sequences, source.many(sequences), strict=True):
+            cache.add(key_of(tokens_T), normed(source, target, states_TLD))
+
+    batches = [lacking[begin : begin + IMPORTED] for begin in range(0, len(lacking), IMPORTED)]
+    fill_in_turns(
+        accelerator,
+        cache,
+        lengths,
+        batches,
+        lambda batch: all_agree(accelerator, partial(take, batch)),
+    )
     log.info(f"states of {len(lacking)} sequences are in {cache.folder}")
     return len(lacking)
-
-
-def _take(
-    cache: FeatureCache,
-    source: StateSource,
-    target: Target,
-    examples: Sequence[Example],
-    indices: list[int],
-) -> None:
-    """Add the states of some sequences to a cache."""
-    chosen = [examples[index] for index in indices]
-    sequences = [(torch.tensor(example.tokens), example.conversation) for example in chosen]
-    for (tokens_T, _), (states_TLD, _) in zip(sequences, source.many(sequences), strict=True):
-        cache.add(key_of(tokens_T), normed(source, target, states_TLD))
 
 
 @torch.no_grad()

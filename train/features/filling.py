@@ -13,7 +13,7 @@ from ..data.chat_template import Example
 from ..engines import all_agree, from_main
 from ..evaluate import eval_prompts, judged
 from ..inputs import Inputs
-from .by_mode import import_states, normed
+from .by_mode import check_source, import_states, normed
 from .online import CachedFeatures
 from .sources import OpenSource
 from .stored import PROBE_TOKENS, answer_path, write_answer
@@ -78,12 +78,7 @@ def _from_source(
     # 1. Has the source all of them?
     target = inputs.target
     source = outside(target.info, cache.layers)
-
-    def check() -> None:
-        source.require(accelerator, held_out, "that are held out")
-        source.try_first(target, held_out[0])
-
-    all_agree(accelerator, check)
+    check_source(source, accelerator, target, held_out)
 
     # 2. The conversations.
     import_states(accelerator, cache, source, target, inputs.head, inputs.training)

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,6 @@ class CachedFeatures(OnlineFeatures):
         self.cache = cache
         # The processes that run the target together; None if each runs its own.
         self._together = accelerator if is_sharded(target) else None
-        # Layers are stored in the cache's order: with layers (2, 15, -1) there, a head that reads
-        # 15 and -1 takes numbers 1 and 2.
-        self._chosen = [cache.layers.index(layer) for layer in head.feature_layers]
-        self._last = cache.layers.index(-1)
         self._epoch: int | None = None  # at whose beginning the cache was refreshed
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
@@ -118,14 +114,7 @@ class CachedFeatures(OnlineFeatures):
         if missing or self._together is not None:
             keys = self.fill(batch)
             batch = self._stored(batch, keys) if missing else batch
-        # Decoded on the device, so that fewer bytes are copied.
-        target = self.target
-        states_BTLD = decoded(
-            on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
-        ).to(dtype)
-        # [B, T, L, D] -> the head's layers -> [B, T, L * D]
-        features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
-        return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
+        return features_of_states(self.target, self.head, batch, self.cache.layers, dtype)
 
     def read_ahead(self, batches: list[Batch], epoch: int) -> list[Batch]:
         # A worker has a copy of the cache from when it was forked. Each epoch adds states.
@@ -157,28 +146,17 @@ class CachedFeatures(OnlineFeatures):
         check_room(accelerator, self.cache, self.head, sum(lengths[i] for i in lacking))
         # Longest first: a batch that does not fit in memory fails at once.
         lacking.sort(key=lambda i: -lengths[i])
-        batches = budgeted(lacking, lengths, BATCH_TOKENS)
-        with stop_on_signals() as stop:
-            stopping = False
-            with ProgressBar("tokens", sum(lengths[i] for i in lacking)) as bar:
-                for start in range(0, len(batches), accelerator.num_processes):
-                    group = batches[start : start + accelerator.num_processes]
-                    stopping = any_process(accelerator, stop.wanted)
-                    if stopping:
-                        break
-                    # At most one batch. The last group may be smaller than the number of
-                    # processes; one without a batch still calls `fill`, as a sharded target needs.
-                    share = group[accelerator.process_index :][:1]
-                    self.fill(collate([examples[i] for batch in share for i in batch]))
-                    bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
-            self.settle(accelerator)
-            if stopping:
-                raise Stopped("stopped; the same command resumes from there")
+        # A process without a batch still calls `fill`, as a sharded target needs.
+        fill_in_turns(
+            accelerator,
+            self.cache,
+            lengths,
+            budgeted(lacking, lengths, BATCH_TOKENS),
+            lambda batch: self.fill(collate([examples[i] for i in batch])),
+        )
 
     def settle(self, accelerator: Accelerator) -> None:
-        self.cache.flush()
-        accelerator.wait_for_everyone()
-        self.cache.refresh()
+        exchange(accelerator, self.cache)
 
     def fill(self, batch: Batch) -> list[bytes]:
         """Compute a batch's states unless all are cached; return the keys of its sequences.
@@ -199,6 +177,48 @@ class CachedFeatures(OnlineFeatures):
             for key, (row, span) in zip(keys, batch.places(), strict=True):
                 self.cache.add(key, states_BTLD[row, span])
         return keys
+
+
+def exchange(accelerator: Accelerator, cache: FeatureCache) -> None:
+    """Write the states that this process has added, and read what the others have written."""
+    cache.flush()
+    accelerator.wait_for_everyone()
+    cache.refresh()
+
+
+def fill_in_turns(
+    accelerator: Accelerator,
+    cache: FeatureCache,
+    lengths: Sequence[int],
+    batches: Sequence[list[int]],
+    add: Callable[[list[int]], object],
+) -> None:
+    """Add the states of batches to a cache, each process one batch at a time.
+
+    Args:
+        lengths: tokens of all sequences.
+        batches: the sequences of each batch, as indices in `lengths`.
+        add: adds the states of a batch, which may be empty.
+
+    Raises:
+        Stopped: Ctrl-C or SIGTERM, once the states so far are written.
+    """
+    processes = accelerator.num_processes
+    total = sum(lengths[index] for batch in batches for index in batch)
+    stopping = False
+    with stop_on_signals() as stop, ProgressBar("tokens", total) as bar:
+        for start in range(0, len(batches), processes):
+            # The last group may be smaller than the number of processes.
+            group = batches[start : start + processes]
+            stopping = any_process(accelerator, stop.wanted)
+            if stopping:
+                break
+            process = accelerator.process_index
+            add(group[process] if process < len(group) else [])
+            bar.update(bar.done + sum(lengths[index] for batch in group for index in batch))
+        exchange(accelerator, cache)
+    if stopping:
+        raise Stopped("stopped; the same command resumes from there")
 
 
 def with_states(batch: Batch, states: Sequence[States], layers: int, width: int) -> Batch:
@@ -304,6 +324,52 @@ def target_features(
         positions_BT=on_target(target, batch.positions_BT),
         documents_BT=batch.documents_BT,
     )
+
+
+def features_of_states(
+    target: Target,
+    head: DraftHead,
+    batch: Batch,
+    layers: tuple[int, ...],
+    dtype: torch.dtype,
+    before_norm: bool = False,
+) -> TargetFeatures:
+    """Features of a batch with its states, which are those of `layers`, in this order.
+
+    `before_norm` says that the norm is still to be applied to layer -1.
+    """
+    # Decoded on the device, so that fewer bytes are copied.
+    states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL))
+    features_BTF, last_BTD = chosen_states(
+        target, states_BTLD, layers, head.feature_layers, dtype, before_norm
+    )
+    return target_features(target, batch, features_BTF, last_BTD)
+
+
+def chosen_states(
+    target: Target,
+    states: Tensor,
+    layers: tuple[int, ...],
+    chosen: tuple[int, ...],
+    dtype: torch.dtype,
+    before_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Select from states [..., L, D] the features [..., F] of chosen layers and the last states.
+
+    The last states [..., D] are those after the final norm.
+    """
+    # Layers (2, 15, -1): a head that reads 15 and -1 takes numbers 1 and 2.
+    last = states[..., layers.index(-1), :]
+    if before_norm:
+        with torch.no_grad():
+            last = target.modules.norm(last.to(target.dtype))
+    last = last.to(dtype)
+    parts = [
+        last if layer == -1 else states[..., layers.index(layer), :].to(dtype) for layer in chosen
+    ]
+    # A head may read no features but only the last states: then F is 0.
+    features = torch.cat(parts, -1) if parts else last[..., :0]
+    return features, last
 
 
 def on_target(target: Target, tensor: Tensor | None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, infer_auto_device_map
-from accelerate.utils import broadcast_object_list, get_balanced_memory
+from accelerate.utils import get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,6 +24,7 @@ from ...inference.outer_modules import OuterTarget
 from ...inference.targets.dtypes import dtype_named
 from ...inference.targets.loading import config_of, load_config, unloaded_model
 from ..config import TrainConfig
+from ..engines import from_main
 from ..machines import shard_mesh
 
 
@@ -58,11 +59,6 @@ def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = Fal
         raise ValueError(
             f"an adapter needs target_placement 'whole', not {placement!r}: it changes the target's"
             " blocks"
-        )
-    if placement == "shard" and config.target_quantization:
-        raise ValueError(
-            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed"
-            " weights are not split"
         )
     if placement == "shard" and (packing := packing_of(config)):
         raise ValueError(
@@ -101,7 +97,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     # 1. The main process loads the weights into host memory. The others build the model on torch's
     # meta device, with its buffers, such as rotary frequencies, which no checkpoint holds.
     weights: dict[str, Any] = {}
-    provenance: list[Any] = [None]
+    provenance: dict[str, Any] = {}
     if accelerator.is_main_process:
         whole = Target.load(
             config.target, dtype, "cpu", config.target_revision, loading_options(config)
@@ -109,7 +105,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
         whole.check_decoding()  # forwards of a sharded target need all processes
         model = whole.model
         weights = whole.model.state_dict()
-        provenance = [whole.provenance]
+        provenance = whole.provenance
     else:
         model = empty_model(config, dtype)
 
@@ -126,7 +122,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     set_model_state_dict(model, weights, options=options)
     target = ShardedTarget(model.eval().requires_grad_(False), str(config.target))
     target.was_tried()
-    target.provenance = broadcast_object_list(provenance)[0]
+    target.provenance = from_main(accelerator, provenance)
 
     # 4. Run the whole model once. FSDP2 finds the root of its modules in the first forward, so that
     # of a block alone, as when a head starts from the target's weights, must not come first.
@@ -202,7 +198,6 @@ def packing_of(config: TrainConfig) -> dict[str, Any]:
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without weights, its buffers computed."""
     shape = load_config(config.target, config.target_revision)
-    attention: dict[str, Any] = {}
-    if config.target_attention is not None:
-        attention["attn_implementation"] = config.target_attention
-    return unloaded_model(config.target, shape, dtype, **attention)
+    options = loading_options(config)
+    options.pop("quantization_config", None)
+    return unloaded_model(config.target, shape, dtype, **options)

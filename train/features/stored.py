@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ...files import read_json, reading_back, text_shards, write_whole
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache, decoded, key_of, text_row
-from ...inference.outer_modules import OuterTarget
 from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
 from ...inference.replay import BEYOND, ReplayTarget
 from ...inference.rounds.observers import RoundObserver
@@ -32,7 +31,7 @@ from ..config import EvalConfig
 from ..data.batches import Batch
 from ..data.chat_template import Example
 from ..data.token_cache import tokens_of
-from .online import OnlineFeatures, on_target, target_features, with_states
+from .online import OnlineFeatures, chosen_states, features_of_states, with_states
 from .sources import States, StateSource, own_answer
 
 PROBE_TOKENS = PROBE_ENDS[-1] + 64
@@ -137,27 +136,21 @@ def write_answer(folder: Path, prompt: Sequence[int], text: Sequence[int]) -> No
     write_whole(path, json.dumps({"prompt": len(prompt), "text": list(text)}))
 
 
+@dataclass
 class StoredFeatures(OnlineFeatures):
     """Features of which every state comes from a source."""
 
-    def __init__(self, target: OuterTarget, head: DraftHead, source: StateSource) -> None:
-        super().__init__(target, head)
-        self.source = source
+    source: StateSource
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
         if batch.failure is not None:
             raise ValueError(batch.failure)
         if batch.states_BTLD is None:
             (batch,) = self._filled([batch])
-        target = self.target
-        # Decoded on the device, so that fewer bytes are copied.
-        states_BTLD = decoded(
-            on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
+        source = self.source
+        return features_of_states(
+            self.target, self.head, batch, source.layers, dtype, source.before_norm
         )
-        features_BTF, last_BTD = chosen_states(
-            self.source, target, self.head.feature_layers, states_BTLD, dtype
-        )
-        return target_features(target, batch, features_BTF, last_BTD)
 
     def read_ahead(self, batches: list[Batch], epoch: int) -> list[Batch]:
         try:
@@ -180,27 +173,6 @@ class StoredFeatures(OnlineFeatures):
             own = list(itertools.islice(states, len(batch.conversations)))
             filled.append(with_states(batch, own, layers, width))
         return filled
-
-
-def chosen_states(
-    source: StateSource, target: Target, layers: tuple[int, ...], states: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Select from a source's states the features [..., F] of some layers and the last states.
-
-    The last states [..., D] are those after the final norm.
-    """
-    last = states[..., source.layers.index(-1), :]  # [..., L, D] -> [..., D]
-    if source.before_norm:
-        with torch.no_grad():
-            last = target.modules.norm(last.to(target.dtype))
-    last = last.to(dtype)
-    parts = [
-        last if layer == -1 else states[..., source.layers.index(layer), :].to(dtype)
-        for layer in layers
-    ]
-    # A head may read no features but only the last states: then F is 0.
-    features = torch.cat(parts, -1) if parts else last[..., :0]
-    return features, last
 
 
 class StoredReplay(ReplayTarget):
@@ -280,7 +252,12 @@ class StoredReplay(ReplayTarget):
         for prompt in sorted(self.texts, key=len):
             states_TLD = self._states[prompt].to(self.device)
             features_TF, _ = chosen_states(
-                self.source, self.original, layers, states_TLD, self.dtype
+                self.original,
+                states_TLD,
+                self.source.layers,
+                layers,
+                self.dtype,
+                self.source.before_norm,
             )
             rows.append(features_TF.cpu())
         return pad_sequence(rows, batch_first=True)
