@@ -124,10 +124,7 @@ class MetricsLogger:
         """Begin where a run stands.
 
         Args:
-            run: the folder with log.jsonl.
-            tracker: gets the curves.
             every: steps between two lines.
-            steps: steps of the whole run.
             epochs_per_step: part of an epoch in a step.
             progress: the run's state, whose `seconds` are counted here.
             flops_per_token: arithmetic of a step for each answer token.
@@ -286,12 +283,8 @@ def peak_memory_gib() -> float:
     status = Path("/proc/self/status")
     # On Linux getrusage also counts the process that started this one, before it ran its own code.
     if status.exists():
-        line = next(
-            line
-            for line in status.read_text(encoding="utf-8").splitlines()
-            if line.startswith("VmHWM")
-        )
-        return int(line.split()[1]) * 1024 / 2**30
+        kib = status.read_text(encoding="utf-8").partition("VmHWM:")[2].split()[0]
+        return int(kib) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -395,9 +388,9 @@ def write_report(folder: Path) -> Path:
             plotted("step", title, shown).savefig(plots / f"{name}.png", dpi=110)
 
         # 3. The page.
-        lines = _page(config, steps, evaluations)
+        page = _page(config, steps, evaluations)
     path = folder / "report.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -412,13 +405,11 @@ def by_depth(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple[int,
 
 def _page(
     config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
-) -> list[str]:
-    """Return the lines of report.md."""
-    lines = [f"# {config['head']['type']} for {config['target']}", ""]
+) -> str:
+    """Return the text of report.md."""
     # A table with a row for each evaluation and a column for each tree.
     trees = list(evaluations[-1]["eval"])
-    lines += ["## Real acceptance length on held-out prompts", ""]
-    lines += [
+    table = [
         "| step | held-out loss by depth | prompts | " + " | ".join(trees) + " |",
         "|---|---|---|" + "---|" * len(trees),
     ]
@@ -430,32 +421,24 @@ def _page(
             lengths.append(f"{number(figures['acceptance_length'], 3)} ({low} to {high})")
         # Runs before version 0.3 have not written it down.
         prompts = row.get("prompts", "-")
-        lines.append(f"| {row['step']} | {losses} | {prompts} | " + " | ".join(lengths) + " |")
-    lines += [
-        "",
+        table.append(f"| {row['step']} | {losses} | {prompts} | " + " | ".join(lengths) + " |")
+    blocks = [
+        f"# {config['head']['type']} for {config['target']}",
+        "## Real acceptance length on held-out prompts",
+        "\n".join(table),
         "In brackets the 95 % interval: over prompts, or over the rounds of a single one.",
-    ]
-    lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
-    lines += [
+        "![acceptance length](plots/acceptance.png)",
+        "## Training",
         "![loss](plots/loss.png)",
-        "",
         "![accuracy](plots/accuracy.png)",
-        "",
         "![rate](plots/rate.png)",
-        "",
     ]
     if steps:
-        costs = {
-            name: value for name, value in steps[-1]["costs"].items() if isinstance(value, float)
-        }
-        lines += ["| at the last step | |", "|---|---|"]
-        lines += [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in costs.items()]
-    return [
-        *lines,
-        "",
-        "## Options",
-        "",
-        "```yaml",
-        yaml.safe_dump(config, sort_keys=False).rstrip(),
-        "```",
-    ]
+        costs = ["| at the last step | |", "|---|---|"]
+        for name, value in steps[-1]["costs"].items():
+            if isinstance(value, float):
+                costs.append(f"| {name.replace('_', ' ')} | {value:.4g} |")
+        blocks.append("\n".join(costs))
+    options = yaml.safe_dump(config, sort_keys=False).rstrip()
+    blocks += ["## Options", f"```yaml\n{options}\n```"]
+    return "\n\n".join(blocks) + "\n"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pickle
 import re
 import shutil
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, DistributedType, broadcast_object_list, load
+from accelerate.utils import RNG_STATE_NAME, DistributedType, load
 from jsonargparse import get_loader
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -66,7 +65,7 @@ from ..heads.checkpoints.files import (
 from ..options import by_new_names, check_options, named_by, shown
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
-from .engines import any_process
+from .engines import any_process, from_main
 
 FREE_TO_CHANGE = (
     "loop.micro_batch",
@@ -122,15 +121,6 @@ INPUTS = "inputs.json"
 CHANGES = "changes.jsonl"
 OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 """Digests in inputs.json, each with the option that names its subject."""
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    """Remove the last line of a file if it is half-written; return the others."""
-    text = read_bytes(path)
-    # A killed process leaves at most one half-written line, the last. rfind's -1 means none: 0.
-    length = text.rfind(b"\n") + 1
-    os.truncate(path, length)
-    return text[:length].splitlines()
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -368,46 +358,39 @@ class RunFolder:
             ValueError: the digests are not those that the run began with.
         """
         path = self.folder / INPUTS
-        resumes = bool(earlier_options(self.folder))
-        if resumes and path.exists():
-            before = read_json(path)
-            if not isinstance(before, dict):
+        before = earlier_options(self.folder)
+        if before and path.exists():
+            digests = read_json(path)
+            if not isinstance(digests, dict):
                 raise ValueError(f"{path} does not hold the digests of a run; remove it")
             for name, option in OF_INPUTS.items():
-                if before.get(name) != inputs.get(name):
+                if digests.get(name) != inputs.get(name):
                     raise ValueError(
                         f"{self.folder} holds a run whose {name} had the digest"
-                        f" {shown(before.get(name))};"
+                        f" {shown(digests.get(name))};"
                         f" with {option} {attrgetter(option)(config)!r} it is {inputs.get(name)}:"
                         " give what the run began with, or choose another output folder"
                     )
         self.accelerator.wait_for_everyone()  # all have read what is now written
         if self.accelerator.is_main_process:
             write_whole(path, json.dumps(dict(inputs), indent=1))
-            self._keep_changes(config)
+            if before:
+                self._keep_changes(before, config)
         self.accelerator.wait_for_everyone()
 
-    def _keep_changes(self, config: TrainConfig) -> None:
+    def _keep_changes(self, before: dict[str, Any], config: TrainConfig) -> None:
         """Write options that differ from those of a run that resumes, and log them."""
         options = json_ready(dataclasses.asdict(config))
-        before = earlier_options(self.folder)
         now = flat(options)
-        newest = self.newest()
-        if not before or newest is None:
-            return
         # Steps are made again from the newest checkpoint on, with the new options.
-        step = int(newest.name.removeprefix("step-"))
+        step = int(whole_checkpoints(self.folder)[-1].name.removeprefix("step-"))
         changes = []
         for name in sorted(before.keys() | now.keys()):
-            if before.get(name) == now.get(name) or named_by(NO_CHANGE, name):
-                continue
-            changes.append(
-                {"step": step, "name": name, "before": before.get(name), "now": now.get(name)}
-            )
-            log.info(
-                f"from step {step} on with {name} {now.get(name)!r}; before it was"
-                f" {before.get(name)!r}"
-            )
+            old = before.get(name)
+            new = now.get(name)
+            if old != new and not named_by(NO_CHANGE, name):
+                changes.append({"step": step, "name": name, "before": old, "now": new})
+                log.info(f"from step {step} on with {name} {new!r}; before it was {old!r}")
         path = self.folder / CHANGES
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(change) + "\n" for change in changes)
@@ -429,7 +412,7 @@ class RunFolder:
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
         # 1. The main process's list: others may see the folder a moment later.
-        whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]
+        whole = from_main(self.accelerator, whole_checkpoints(self.folder))
         for half in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{half} is half-written and skipped")
         # 2. Load the newest one that can be read.
@@ -444,11 +427,14 @@ class RunFolder:
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"
             if rows.exists():
+                # A killed process leaves at most one half-written line, the last.
+                lines = read_bytes(rows).splitlines(keepends=True)
+                whole_lines = [line for line in lines if line.endswith(b"\n")]
                 still_true = []
-                for number, line in enumerate(whole_lines(rows), start=1):
+                for number, line in enumerate(whole_lines, start=1):
                     with reading_back(f"{rows}, line {number}", "remove it"):
                         if json.loads(line)["step"] <= progress.step:
-                            still_true.append(line.decode() + "\n")
+                            still_true.append(line.decode())
                 write_whole(rows, "".join(still_true))
             finish_replacing(self.best)
         return progress
@@ -545,10 +531,10 @@ class RunFolder:
         self.wait()
         final = self.checkpoints / f"step-{progress.step:08d}"
         saved = dataclasses.replace(progress)  # a copy: later steps change `progress`
-        if broadcast_object_list([final in whole_checkpoints(self.folder)])[0]:
+        if from_main(self.accelerator, final in whole_checkpoints(self.folder)):
             self._written.append((saved, final))
             return
-        if broadcast_object_list([final.exists()])[0]:
+        if from_main(self.accelerator, final.exists()):
             raise ValueError(
                 f"{final} is there and was not written by this run: choose another output folder"
             )
@@ -557,7 +543,18 @@ class RunFolder:
         if self._group is None:
             self._group = writers_group(self.timeout)
         half = final.with_name(final.name + ".partial")
-        together(partial(self._begin, half, final), self._group)
+
+        def begin() -> None:
+            if not self.accelerator.is_main_process:
+                return
+            shutil.rmtree(half, ignore_errors=True)  # of an earlier start that was killed
+            # The last checkpoint's size is the best estimate of this one's.
+            newest = self.newest()
+            if newest is not None:
+                require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
+            half.mkdir(parents=True)
+
+        together(begin, self._group)
 
         # 3. Collect the state now, and write it now or in the background.
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -571,17 +568,6 @@ class RunFolder:
         write = partial(state.copied().write, half, self._group)
         self._in_flight = self._writer.submit(self._write, write, saved, half, final, keep)
 
-    def _begin(self, half: Path, final: Path) -> None:
-        """Make the folder of a new checkpoint, on the main process, if there is room for it."""
-        if not self.accelerator.is_main_process:
-            return
-        shutil.rmtree(half, ignore_errors=True)  # of an earlier start that was killed
-        # The last checkpoint's size is the best estimate of this one's.
-        newest = self.newest()
-        if newest is not None:
-            require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
-        half.mkdir(parents=True)
-
     def _write(
         self, write: Callable[[], None], progress: Progress, half: Path, final: Path, keep: int
     ) -> None:
@@ -589,36 +575,31 @@ class RunFolder:
 
         It is renamed once all processes have written their parts.
         """
+
+        def flush() -> None:
+            if self.accelerator.is_local_main_process:
+                flush_to_disk(half)
+
+        def complete() -> None:
+            if not self.accelerator.is_main_process:
+                return
+            write_whole(half / "progress.json", json.dumps(dataclasses.asdict(progress)))
+            # Killed before this line, the run resumes from the previous checkpoint; after it, from
+            # this one.
+            half.rename(final)
+            for old in whole_checkpoints(self.folder)[:-keep]:
+                shutil.rmtree(old)
+
         try:
             # Three meetings: nobody renames before all have written, to the disk of every machine,
             # and nobody goes on before the main process has renamed.
-            together(write, self._group)
-            together(partial(self._flush, half), self._group)
-            together(partial(self._complete, progress, half, final, keep), self._group)
+            for work in (write, flush, complete):
+                together(work, self._group)
         except OSError as error:
             if self.accelerator.is_main_process:
                 shutil.rmtree(half, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
         self._written.append((progress, final))
-
-    def _flush(self, half: Path) -> None:
-        """Write a checkpoint's files to the disk, once on each machine."""
-        if self.accelerator.is_local_main_process:
-            flush_to_disk(half)
-
-    def _complete(self, progress: Progress, half: Path, final: Path, keep: int) -> None:
-        """Make a written checkpoint one to resume from, and remove older ones.
-
-        Only the main process does so.
-        """
-        if not self.accelerator.is_main_process:
-            return
-        write_whole(half / "progress.json", json.dumps(dataclasses.asdict(progress)))
-        # Killed before this line, the run resumes from the previous checkpoint; after it, from this
-        # one.
-        half.rename(final)
-        for old in whole_checkpoints(self.folder)[:-keep]:
-            shutil.rmtree(old)
 
     def wait(self) -> None:
         """Wait for the checkpoint that a thread writes, if there is one.

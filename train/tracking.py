@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list
 
 from ..console import log
 from ..extras import install_command
 from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
+from .engines import from_main
 from .run_folder import flat
 
 if TYPE_CHECKING:
@@ -62,17 +62,16 @@ class Tracker:
         refused: str | None = None
         if self.accelerator.is_main_process:
             refused = self._begin(config, step)
-        message = broadcast_object_list([refused])[0]
-        if message is not None:
-            raise ValueError(message)
+        refused = from_main(self.accelerator, refused)
+        if refused is not None:
+            raise ValueError(refused)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send numbers; nested names become `train/loss/0`, None is left out."""
         if not self._sends:
             return
-        by_name = {}
-        for name, value in flat(json_ready(values)).items():
-            by_name[name.replace(".", "/")] = value
+        numbers = flat(json_ready(values))
+        by_name = {name.replace(".", "/"): value for name, value in numbers.items()}
         try:
             # wandb's own steps may not go back. A killed run that resumes makes some steps again,
             # so that the step is sent as a number like others.
