@@ -13,14 +13,13 @@ import dataclasses
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.console import ProgressBar, console, log, number
 from headstart.options import limited
-from headstart.rows import as_files
-from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.scripts.command_line import PromptFiles, SpeculativeOptions, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,17 +32,13 @@ WELL_COVERED = 0.95
 
 
 @dataclass(frozen=True)
-class BenchConfig(SpeculativeOptions):
+class BenchConfig(PromptFiles, SpeculativeOptions):
     """Stock `model.generate`, plain decoding and speculation, interleaved on the same prompts."""
 
     required = ("target", "prompts")
     most_used = ("target", "head", "prompts", "limit", "max_new_tokens")
     takes_encoder_decoders: ClassVar[bool] = True
 
-    prompts: list[str] = field(default_factory=list)
-    """JSONL files of prompts; a table row each."""
-    limit: int | None = limited(None, minimum=1)
-    """Use only the first prompts of each file; null for all."""
     output: str | None = None
     """JSON file for all figures."""
     profile: bool = False
@@ -58,7 +53,6 @@ class BenchConfig(SpeculativeOptions):
     files named gsm8k.jsonl, humaneval.jsonl and mt_bench.jsonl."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", as_files(self.prompts))
         super().__post_init__()
         if not self.head and not self.drafter:
             raise ValueError("a head or a drafter is required and neither was given")
@@ -119,7 +113,7 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
         config = dataclasses.replace(config, tree=f"chain:{card.chain}", adaptive=False)
 
     # 2. Answer the prompts. An interruption keeps those that are answered.
-    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
+    fast, _, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
     config = config.as_loaded(fast)
     greedy = config.temperature == 0
     compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
@@ -193,20 +187,6 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     }
 
 
-def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
-    """Return the tokens that the head can draft; None if these are all, or there is no head."""
-    import torch
-
-    from headstart.inference.drafters.tree_policies import model_rows
-
-    heads = [rows.model for rows in model_rows(fast.drafter)]
-    if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
-        return None
-    return heads[0].target_tokens(
-        torch.arange(heads[0].draft_vocab_size, device=fast.target.device)
-    )
-
-
 def _compare(
     fast: SpeculativeLM,
     encoded: dict[str, list[Tensor]],
@@ -217,9 +197,17 @@ def _compare(
 
     After an interruption `compared` holds what was done until then.
     """
+    import torch
+
+    from headstart.inference.drafters.tree_policies import model_rows
     from headstart.inference.tuning.machine import turns
 
-    vocabulary_D = _draft_vocabulary(fast)
+    # The tokens that the head can draft; None if these are all, or there is no head.
+    vocabulary_D = None
+    heads = [rows.model for rows in model_rows(fast.drafter)]
+    if heads and heads[0].draft_vocab_size < fast.target.info.vocab_size:
+        ids_D = torch.arange(heads[0].draft_vocab_size, device=fast.target.device)
+        vocabulary_D = heads[0].target_tokens(ids_D)
     log.info("each side answers the first prompt once, to be warm")
     first = next(iter(encoded.values()))[0]
     for side in sides.values():
@@ -284,6 +272,11 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
         tokens = sum(row.tokens[side] for row in compared)
         rates[side] = tokens / sum(row.seconds[side] for row in compared)
     differences = [row.difference for row in compared if row.difference is not None]
+    # The share of answer tokens in the draft vocabulary; None if it has all tokens.
+    covered = [row.covered for row in compared if row.covered is not None]
+    coverage = None
+    if covered:
+        coverage = sum(covered) / sum(row.tokens["speculative"] for row in compared)
     milliseconds = {
         part: 1000 * seconds / max(stats.rounds, 1)
         for part, seconds in stats.seconds.items()
@@ -296,7 +289,7 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
         "speedup_vs_plain": _speedup(compared, "speculative", "plain"),
         "plain_vs_generate": _speedup(compared, "plain", "generate"),
         **acceptance_figures(stats),
-        "coverage": coverage(compared),
+        "coverage": coverage,
         "identical": len(compared) - len(differences) if greedy else None,
         "differences": differences if greedy else None,
         "milliseconds_per_round": milliseconds,
@@ -313,14 +306,6 @@ def _speedup(compared: list[ComparedPrompt], side: str, base: str) -> dict[str, 
         base_rate = row.tokens[base] / row.seconds[base]
         ratios.append(rate / base_rate)
     return quartiles(ratios)
-
-
-def coverage(compared: list[ComparedPrompt]) -> float | None:
-    """Return the share of answer tokens in the draft vocabulary; None if it has all tokens."""
-    covered = [row.covered for row in compared if row.covered is not None]
-    if not covered:
-        return None
-    return sum(covered) / sum(row.tokens["speculative"] for row in compared)
 
 
 def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[str]:
@@ -379,8 +364,17 @@ def print_report(report: dict[str, Any]) -> None:
         )
     for line in costs(report["options"], total["tokens_per_second"]):
         log.info(line)
+    # A round's time, and its lower bounds.
     if "profile" in report:
-        log.info(_profile_line(report["profile"]))
+        profile = report["profile"]
+        floors = profile["floors"]
+        shares = profile["of_the_round"]
+        log.info(
+            f"of {profile['round']:.1f} ms, the bare forward over {profile['nodes']} nodes takes"
+            f" {floors['forward']:.1f} ({shares['forward']:.0%}), reading its"
+            f" {profile['bytes_read'] / 1e6:.0f} MB at {profile['bytes_per_second'] / 1e9:.1f} GB/s"
+            f" {floors['bytes']:.1f} ({shares['bytes']:.0%})"
+        )
 
 
 def _table(report: dict[str, Any]) -> Any:
@@ -417,16 +411,3 @@ def _table(report: dict[str, Any]) -> Any:
             "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
     return table
-
-
-def _profile_line(profile: dict[str, Any]) -> str:
-    """Compare a round's time with its lower bounds, in a line."""
-    floors = profile["floors"]
-    shares = profile["of_the_round"]
-    gigabytes = profile["bytes_per_second"] / 1e9
-    return (
-        f"of {profile['round']:.1f} ms, the bare forward over {profile['nodes']} nodes takes"
-        f" {floors['forward']:.1f} ({shares['forward']:.0%}), reading its"
-        f" {profile['bytes_read'] / 1e6:.0f} MB at {gigabytes:.1f} GB/s {floors['bytes']:.1f}"
-        f" ({shares['bytes']:.0%})"
-    )

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headstart.console import console, log
 from headstart.options import limited
-from headstart.scripts.command_line import SamplingOptions, options
+from headstart.scripts.command_line import PromptFiles, SamplingOptions, options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,21 +28,23 @@ if TYPE_CHECKING:
     from headstart.addons.certify.engines import Asked, Prompt
     from headstart.addons.certify.judging import Generated, Weights
 
+ONLY_OF = {
+    "server": ("server", "model"),
+    "headstart": ("head", "drafter", "acceptance"),
+    "transformers": ("assistant",),
+}
+"""Options that one engine alone takes."""
 SECONDS = 600.0
 """Longest time for one answer of a server."""
 
 
 @dataclass(frozen=True)
-class CertifyConfig(SamplingOptions):
+class CertifyConfig(PromptFiles, SamplingOptions):
     """An engine, and the prompts by which it is judged."""
 
     required = ("target", "prompts")
     most_used = ("target", "head", "prompts", "server", "output")
 
-    prompts: list[str] = field(default_factory=list)
-    """JSONL files of prompts."""
-    limit: int | None = limited(None, minimum=1)
-    """Use only the first prompts of each file; null for all."""
     engine: Literal["auto", "headstart", "transformers", "server"] = "auto"
     """What generates; auto is a server if one is given, headstart with a head or a drafter, else
     transformers."""
@@ -82,27 +84,15 @@ class CertifyConfig(SamplingOptions):
         from headstart.inference.trees.verify import choose_rule
 
         kind = self.engine_kind
+        for engine, names in ONLY_OF.items():
+            for name in names:
+                if kind != engine and getattr(self, name) not in (None, "", "auto"):
+                    raise ValueError(
+                        f"{name} was given for the engine {kind!r}; only {engine} takes one"
+                    )
         if kind == "server":
             self._check_server()
-        elif self.model or self.server:
-            raise ValueError(
-                f"server and model were given for the engine {kind!r}; leave them out, or choose"
-                " 'server'"
-            )
-        drafts = [name for name in ("head", "drafter") if getattr(self, name)]
-        if kind != "headstart" and drafts:
-            raise ValueError(
-                f"{drafts[0]} was given for the engine {kind!r}; only headstart takes one"
-            )
-        if kind != "transformers" and self.assistant:
-            raise ValueError(
-                f"assistant was given for the engine {kind!r}; only transformers takes one"
-            )
         if self.acceptance != "auto":
-            if kind != "headstart":
-                raise ValueError(
-                    f"acceptance was given for the engine {kind!r}; only headstart takes one"
-                )
             # Called for its error: every rule that exists fits a sampled chain.
             choose_rule(self.acceptance, "sampled_chain", self.lossy)
         if self.output and Path(self.output).suffix != ".json":

@@ -16,7 +16,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -36,6 +36,7 @@ from headstart.options import (
     template_variables,
     valid_values,
 )
+from headstart.rows import as_files
 from headstart.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -174,6 +175,20 @@ class SamplingOptions(SpeculativeOptions):
     """Sample from the best tokens that hold this share of the probability only."""
 
 
+@dataclass(frozen=True)
+class PromptFiles(CommandOptions):
+    """Files of prompts that a command answers."""
+
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts."""
+    limit: int | None = limited(None, minimum=1)
+    """Use only the first prompts of each file; null for all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", as_files(self.prompts))
+        super().__post_init__()
+
+
 @contextmanager
 def recorded(
     folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase
@@ -237,24 +252,13 @@ def options(
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     types = option_types(kind)
-    # The types of a union, without their arguments: list and NoneType of list[str] | None.
-    kinds = {
-        name: {typing.get_origin(part) or part for part in parts_of(hint)}
-        for name, hint in types.items()
-    }
-    lists = {name for name, found in kinds.items() if found & {list, tuple} and str not in found}
-    flags = {name for name, found in kinds.items() if bool in found}
-    spelled_arguments = spelled_out(arguments, lists, flags)
-    if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
-        spelled_arguments = with_head_type(spelled_arguments)
     configs: list[str] = []
 
-    def checked_config(name: str) -> str:
-        path = config_path(name)
-        configs.append(path)
-        return checked(path, types)
+    def read_config(name: str) -> str:
+        configs.append(config_path(name))
+        return checked(configs[-1], types)
 
-    spelled_arguments = with_configs(spelled_arguments, checked_config)
+    spelled_arguments = spelled_out(arguments, types, read_config)
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
@@ -281,29 +285,6 @@ def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
             for action in [action for action in group._group_actions if action.dest == name]:
                 group._group_actions.remove(action)
                 most_used._group_actions.append(action)
-
-
-def with_head_type(arguments: list[str]) -> list[str]:
-    """Spelled-out arguments in which `--head eagle3` has become `--head.type eagle3`."""
-    typed = list(arguments)
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--head" and equals and not value.startswith("{"):
-            typed[place] = f"--head.type={value}"
-        if argument == "--head" and not "".join(arguments[place + 1 : place + 2]).startswith("{"):
-            typed[place] = "--head.type"
-    return typed
-
-
-def with_configs(arguments: list[str], change: Callable[[str], str]) -> list[str]:
-    """Spelled-out arguments in which the values of `--config` are changed."""
-    changed = list(arguments)
-    for place, argument in enumerate(arguments):
-        if place and arguments[place - 1] == "--config":
-            changed[place] = change(argument)
-        elif argument.startswith("--config="):
-            changed[place] = f"--config={change(argument.removeprefix('--config='))}"
-    return changed
 
 
 def config_path(name: str) -> str:
@@ -440,35 +421,47 @@ def spelled(name: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1)
 
 
-def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[str]:
-    """Rewrite arguments in the forms that jsonargparse reads.
+def spelled_out(
+    arguments: list[str], types: dict[str, Any], read_config: Callable[[str], str]
+) -> list[str]:
+    """Rewrite arguments in the forms that jsonargparse reads, each with its value.
 
-    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`, a flag
-    without a value, `--compare`, as `--compare true`, and old names (`RENAMED`) as new ones.
+    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts=["a", "b"]`, a flag without
+    a value, `--compare`, as `--compare=true`, `--head eagle3` of a training run as
+    `--head.type=eagle3`, and old names (`RENAMED`) as new ones. `read_config` gives what takes the
+    place of a value of `--config`.
     """
     plain: list[str] = []
     rest = list(arguments)
     while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        # A value, or a short option.
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        # A value without an option, or a short option.
         if not name.startswith("--"):
-            plain.append(name + equals + value)
+            plain.append(argument)
             continue
-        option = spelled(name)
-        old = option.removeprefix("--")
-        (new,) = by_new_names({old: None})
-        option = f"--{new}"
-        plain.append(option + equals + value)
-        if equals:
-            continue
-        # A list's values go on to the next option.
-        if option.removeprefix("--") in lists:
-            values = list(itertools.takewhile(lambda argument: not argument.startswith("--"), rest))
-            del rest[: len(values)]
-            is_json = len(values) == 1 and values[0].startswith("[")
-            plain.append(values[0] if is_json else json.dumps(values))
-        elif option.removeprefix("--") in flags and (not rest or rest[0].startswith("--")):
-            plain.append("true")
+        (option,) = by_new_names({spelled(name).removeprefix("--"): None})
+        # The types of a union, without their arguments: list and NoneType of list[str] | None.
+        kinds = {typing.get_origin(part) or part for part in parts_of(types.get(option))}
+        # Its values go on to the next option.
+        words = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+        if not equals:
+            if kinds & {list, tuple} and str not in kinds:
+                del rest[: len(words)]
+                is_json = len(words) == 1 and words[0].startswith("[")
+                value = words[0] if is_json else json.dumps(words)
+            elif bool in kinds and not words:
+                value = "true"
+            elif words and (option in types or option == "config"):
+                value = rest.pop(0)
+            else:
+                plain.append(f"--{option}")
+                continue
+        if option == "config":
+            value = read_config(value)
+        if option == "head" and dict in kinds and not value.startswith("{"):
+            option = "head.type"
+        plain.append(f"--{option}={value}")
     return plain
 
 

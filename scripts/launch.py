@@ -43,18 +43,16 @@ def main(arguments: list[str]) -> int:
         # The process itself has said why.
         if failure.exitcode in (1, 2):
             return int(failure.exitcode)
+        cause = f"exit status {failure.exitcode}"
+        if failure.exitcode < 0:
+            cause = f"signal {signal.Signals(-failure.exitcode).name}"
         print(
-            f"error: rank {rank} ended with {ended_by(failure.exitcode)}; the same command resumes"
-            " from the newest checkpoint",
+            f"error: rank {rank} ended with {cause}; the same command resumes from the newest"
+            " checkpoint",
             file=sys.stderr,
         )
         return 1
     return 0
-
-
-def ended_by(status: int) -> str:
-    """Describe a negative exit status by its signal."""
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def pass_on(number: int, frame: FrameType | None) -> None:

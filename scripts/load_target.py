@@ -57,14 +57,9 @@ def published_name(head: DraftHead, base_model: str | None) -> str:
     return known or name
 
 
-def target_of(
-    head: DraftHead,
-    source: str | None,
-    dtype: torch.dtype | None = None,
-    token: str | None = None,
-) -> Target:
+def target_of(head: DraftHead, source: str | None, token: str | None = None) -> Target:
     """Load the target that the user names for a head, and check that they fit."""
-    target = original_target(given_target(head, source), dtype, token)
+    target = original_target(given_target(head, source), token=token)
     head.target.check(target.info)
     return target
 

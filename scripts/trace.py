@@ -9,15 +9,15 @@ depth pays.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.console import counted, log
-from headstart.options import limited
-from headstart.scripts.command_line import SamplingOptions, options
+from headstart.scripts.command_line import PromptFiles, SamplingOptions, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ DEPTH = 5
 
 
 @dataclass(frozen=True)
-class TraceConfig(SamplingOptions):
+class TraceConfig(PromptFiles, SamplingOptions):
     """A generation, recorded round by round."""
 
     required = ("target",)
@@ -42,10 +42,6 @@ class TraceConfig(SamplingOptions):
 
     prompt: str = ""
     """The user's message."""
-    prompts: list[str] = field(default_factory=list)
-    """JSONL files of prompts for the report."""
-    limit: int | None = limited(None, minimum=1)
-    """Use only the first prompts of each file; null for all."""
     output: str = "trace.html"
     """HTML file to write: the page, or the report."""
     report: bool = False
@@ -76,23 +72,15 @@ def trace_prompts(config: TraceConfig) -> list[Trace]:
     from headstart.addons.trace.report import trace_report
     from headstart.addons.trace.report_page import print_report, report_page
     from headstart.files import write_whole
-    from headstart.inference.text.chat_template import check_lengths, prompt_ids
-    from headstart.scripts.measuring.comparison import read_prompt_files
+    from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
     output = writable(config.output)
-    files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
+    files = {config.prompt[:40]: [[{"role": "user", "content": config.prompt}]]}
     if config.prompts:
         files = read_prompt_files(config.prompts, config.limit)
-    lm, tokenizer = config.load()
-    encoded: list[Tensor] = []
-    for name, rows in files.items():
-        prompts = []
-        for messages in rows:
-            ids_1T = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
-            prompts.append(ids_1T.to(lm.target.device))
-        check_lengths(prompts, config.max_new_tokens, lm.target.max_positions, name[:40])
-        encoded += prompts
-    traces = record(config, lm, tokenizer, encoded)
+    lm, tokenizer, encoded = load_with_prompts(config, files)
+    prompts = list(itertools.chain(*encoded.values()))
+    traces = record(config, lm, tokenizer, prompts)
     if config.report:
         report = trace_report([traced.data for traced in traces])
         print_report(report)

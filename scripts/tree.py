@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.console import console, counted, log
 from headstart.options import limited
-from headstart.rows import as_files
-from headstart.scripts.command_line import DecodingOptions, options
+from headstart.scripts.command_line import DecodingOptions, PromptFiles, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,7 @@ TIMED_PROMPTS = 3
 
 
 @dataclass(frozen=True)
-class TreeConfig(DecodingOptions):
+class TreeConfig(PromptFiles, DecodingOptions):
     """The draft tree that is fastest for a head on this machine."""
 
     required = ("target", "head", "prompts")
@@ -45,18 +44,10 @@ class TreeConfig(DecodingOptions):
 
     head: str = ""
     """The head's checkpoint folder; the tree is written into it."""
-    prompts: list[str] = field(default_factory=list)
-    """JSONL files of prompts on whose answers acceptance is measured."""
-    limit: int | None = limited(None, minimum=1)
-    """Use only the first prompts of each file; null for all."""
     max_new_tokens: int = limited(64, minimum=2)
     """Tokens of each answer."""
     nodes: int | None = limited(None, minimum=2)
     """Size of the tree, the root counted; null for the one that is fastest here."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", as_files(self.prompts))
-        super().__post_init__()
 
 
 def main(arguments: list[str]) -> None:
@@ -77,7 +68,7 @@ def calibrate(config: TreeConfig) -> TreePolicy:
         )
     # Loaded twice: first for its errors, before the model, then for the model and its dtype.
     load_head(config.head)
-    lm, encoded = load_with_prompts(config, messages)
+    lm, _, encoded = load_with_prompts(config, messages)
     prompts = list(itertools.chain(*encoded.values()))
     head, _ = load_head(config.head, lm.target.info, lm.target.dtype)
     return fastest(lm, head.to(lm.target.device).eval(), prompts, config.as_loaded(lm))

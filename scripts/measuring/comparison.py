@@ -33,13 +33,13 @@ def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list
 
 
 def load_with_prompts(
-    config: DecodingOptions, prompts: dict[str, list[Messages]], **more: Any
-) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
+    config: DecodingOptions, prompts: dict[str, list[Messages]]
+) -> tuple[SpeculativeLM, PreTrainedTokenizerBase, dict[str, list[Tensor]]]:
     """Load a model that drafts, and encode the prompts of every file as token ids [1, time].
 
     The ids are on the model's device.
     """
-    lm, tokenizer = config.load(**more)
+    lm, tokenizer = config.load()
     encoded: dict[str, list[Tensor]] = {}
     for path, rows in prompts.items():
         encoded[path] = []
@@ -48,7 +48,7 @@ def load_with_prompts(
             encoded[path].append(ids_1T.to(lm.target.device))
         new_tokens = 0 if isinstance(lm.target, Seq2SeqTarget) else config.max_new_tokens
         check_lengths(encoded[path], new_tokens, lm.target.max_positions, path)
-    return lm, encoded
+    return lm, tokenizer, encoded
 
 
 def encoded_prompt(
