@@ -451,12 +451,7 @@ class TrainConfig(CommandOptions):
             )
         for name in ("project", "entity", "group", "name", "tags"):
             if getattr(self.tracking, name) and name not in TRACKERS[loop.tracker]:
-                trackers = [
-                    tracker
-                    for tracker, known in TRACKERS.items()
-                    if name in known and tracker != "none"
-                ]
-                able = ", ".join(trackers)
+                able = ", ".join(tracker for tracker, known in TRACKERS.items() if name in known)
                 raise ValueError(
                     f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker}"
                     f" does not know; remove it, or choose loop.tracker {able}"

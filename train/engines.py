@@ -361,8 +361,6 @@ def distributed(
     """Distribute work on items over the processes; return all results on each process.
 
     Args:
-        accelerator: the processes.
-        items: what to work on.
         work: gets consecutive items, perhaps none.
         together: every process does all of the work, because its parts need all processes.
 

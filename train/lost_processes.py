@@ -28,9 +28,7 @@ def lost_processes_explained(
 ) -> Iterator[None]:
     """Explain in one message that another process has died, or did not come to an exchange in time.
 
-    Args:
-        accelerator: of this process.
-        newest: returns the checkpoint from which the run would resume.
+    `newest` returns the checkpoint from which the run would resume.
 
     Raises:
         ConnectionError: with the place where this process waited.

@@ -230,10 +230,8 @@ def engine_memory(
 
     Args:
         engine: its name, as `requested_engine` gives it.
-        processes: over which it shards.
         weights: bytes of the head's weights, and of their gradients.
         states: bytes of the optimizer's states.
-        device: what the processes run on.
     """
     shard = weights // processes
     # One process: gradients are as large as the weights.
@@ -443,18 +441,13 @@ def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -
     return round(SCALE * rows * in_row)
 
 
-def kept(
-    config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE, rows: int = 1
-) -> int:
-    """Count the bytes that a narrow head keeps for the backward of rows of `time` tokens.
-
-    The head has 1/`scale` of the real width.
-    """
-    # 1. A head of the same kind and depth, 1/scale as wide, on a target with 8 tokens.
+def kept(config: TrainConfig, info: TargetInfo, time: int, rows: int = 1) -> int:
+    """Count the bytes that a narrow head keeps for the backward of rows of `time` tokens."""
+    # 1. A head of the same kind and depth, 1/SCALE as wide, on a target with 8 tokens.
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
-    narrow = replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
-    options |= {name: options[name] // scale for name in widths if options.get(name)}
+    narrow = replace(info, vocab_size=8, **{name: getattr(info, name) // SCALE for name in widths})
+    options |= {name: options[name] // SCALE for name in widths if options.get(name)}
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
@@ -482,27 +475,20 @@ def kept(
         parameter.untyped_storage().data_ptr()
         for parameter in (*head.parameters(), *modules.lm_head.parameters())
     }
-    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
+    saved: weakref.WeakSet[Tensor] = weakref.WeakSet()  # the loss's chunks free theirs again
 
-    def keep(tensor: Tensor) -> _Saved:
-        kept_tensor = _Saved(tensor, tensor.untyped_storage())
-        saved.add(kept_tensor)
-        return kept_tensor
+    def keep(tensor: Tensor) -> Tensor:
+        view = tensor.detach()
+        saved.add(view)
+        return view
 
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor)
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda view: view)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
         output = head(features, objective_of(config))
     assert output.loss.requires_grad  # the tensors that it keeps are counted while it is alive
-    sizes = {tensor.storage.data_ptr(): tensor.storage.nbytes() for tensor in saved}
+    storages = [tensor.untyped_storage() for tensor in saved]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for address, size in sizes.items() if address not in of_weights)
-
-
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    """A tensor that a backward waits for."""
-
-    tensor: Tensor
-    storage: torch.UntypedStorage
 
 
 def show_plan(config: TrainConfig, arguments: list[str]) -> None:

@@ -137,7 +137,6 @@ def build_optimizer(
 
     Args:
         module: what is trained; its parameters that require gradients are optimized.
-        config: options of the optimizer.
         steps: optimizer steps of the whole run.
         slower: what a parameter's learning rate is divided by, by its id (AdamW only).
     """
