@@ -12,18 +12,14 @@ import pytest
 import torch
 from helpers import build_model
 from messages import refused
-from torch import Tensor
 
-from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, build_head
+from headstart.heads import CheckpointMetadata, Eagle3Head, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 
-VOCAB, WIDTH, BLOCKS, DEPTH = 47, 32, 7, 4
+VOCAB, WIDTH, BLOCKS = 47, 32, 7
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "3.1": {"fc_norm": True, "norm_output": True},
-    "qk_norm": {"qk_norm": True},
-    "two layers": {"num_layers": 2},
     "truncated": {"draft_vocab_size": 20},
     "narrow": {
         "hidden_size": 16,
@@ -33,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "two features": {"feature_layers": [4, -1]},
-    "started": {"start": "last"},
     "everything": {
         "num_layers": 3,
         "draft_vocab_size": 20,
@@ -56,52 +51,6 @@ def target() -> Target:
     return Target(model.requires_grad_(False), "made-up/target")
 
 
-def build(
-    name: str, target: Target, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Eagle3Head:
-    """A head away from its starting values, with a draft vocabulary of random tokens."""
-    torch.manual_seed(seed)
-    head = build_head("eagle3", {"depth": DEPTH, **OPTIONS[name]}, target.info)
-    assert isinstance(head, Eagle3Head)
-    head.initialize(target.modules, torch.randperm(VOCAB) + 1)
-    for parameter in head.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return head.to(dtype).eval()
-
-
-def read(
-    target: Target, head: Eagle3Head, tokens_BT: Tensor, mask_BT: Tensor | None = None
-) -> TargetFeatures:
-    """The batch as training sees it; all of it answer unless a mask says otherwise."""
-    features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
-    dtype = head.fc.weight.dtype
-    modules = target.modules
-    if dtype != target.dtype:
-        modules = replace(modules, embed=lambda tokens: target.modules.embed(tokens).to(dtype))
-    mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask_BT is None else mask_BT
-    return TargetFeatures(features_BTF.to(dtype), last_BTD.to(dtype), tokens_BT, mask_BT, modules)
-
-
-def start(
-    head: Eagle3Head, features: TargetFeatures, nodes: int = 8, capacity: int = 40
-) -> DraftState:
-    return head.begin(features.modules, len(features.tokens_BT), capacity, head.max_depth, nodes)
-
-
-def draft(head: Eagle3Head, state: DraftState) -> DraftState:
-    """A round's drafts, a tree that is then rejected: a root, three children, two grandchildren."""
-    batch = 3
-    with torch.no_grad():
-        for width, above in ((1, None), (3, 1), (2, 3)):
-            parents_BW = (
-                torch.full((batch, 1), -1)
-                if above is None
-                else torch.randint(above, (batch, width))
-            )
-            _, state = head.expand(state, torch.randint(VOCAB, (batch, width)), parents_BW)
-    return state
-
-
 # The draft vocabulary.
 
 
@@ -109,6 +58,9 @@ def draft(head: Eagle3Head, state: DraftState) -> DraftState:
 def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> None:
     head = build_head("eagle3", {"draft_vocab_size": size}, target.info)
     assert isinstance(head, Eagle3Head)
+    tokens_V = torch.arange(size)
+    # before any data is seen, too
+    assert head.target_tokens(tokens_V).tolist() == head.t2d.nonzero().flatten().tolist()
     counts_V = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(size)) + 1
     head.initialize(target.modules, counts_V)
     chosen = sorted(sorted(range(VOCAB), key=lambda token: -int(counts_V[token]))[:size])
@@ -116,18 +68,8 @@ def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> N
     assert head.d2t.tolist() == [token - i for i, token in enumerate(chosen)]
     assert head.t2d.shape == (VOCAB,) and head.t2d.nonzero().flatten().tolist() == chosen
     assert head.draft_vocab_size == size and head.lm_head.weight.shape == (size, WIDTH)
-    assert head.target_tokens(torch.arange(size)).tolist() == chosen
-    assert head.target_tokens(torch.tensor([[0], [size - 1]])).tolist() == [
-        [chosen[0]],
-        [chosen[-1]],
-    ]
+    assert head.target_tokens(tokens_V[:, None]).tolist() == [[token] for token in chosen]
     assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight[chosen])
-
-
-def test_a_new_heads_maps_agree_before_any_data_is_seen(target: Target) -> None:
-    head = build_head("eagle3", {"draft_vocab_size": 5}, target.info)
-    assert isinstance(head, Eagle3Head)
-    assert head.target_tokens(torch.arange(5)).tolist() == head.t2d.nonzero().flatten().tolist()
 
 
 # How a head begins.
@@ -200,7 +142,8 @@ def test_config_has_the_keys_of_servers_with_both_ways_of_counting_layers(
     name: str, target: Target, tmp_path: Path
 ) -> None:
     options = OPTIONS[name]
-    save_head(build(name, target), tmp_path / "head", CheckpointMetadata())
+    head = build_head("eagle3", {"depth": 4, **options}, target.info)
+    save_head(head, tmp_path / "head", CheckpointMetadata())
     config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
     layers = options.get("feature_layers", [1, 2, 3])
     section = config.pop("headstart")

@@ -30,36 +30,43 @@ def config(target, folder):
     return TrainConfig(target=target, output=str(folder), data=DataConfig(sources=["data.jsonl"]))
 
 
-def test_options_that_never_trained_do_not_claim_the_folder(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder(tmp_path / "run", Accelerator())
+
+
+def begin(run, progress="{}"):
+    """Make a checkpoint, by which a run has begun."""
+    checkpoint = run.checkpoints / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text(progress)
+    return checkpoint
+
+
+def test_options_that_never_trained_do_not_claim_the_folder(run):
     run.claim(config("typo", run.folder))
     run.claim(config("right", run.folder))
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["target"] == "right"
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
+    begin(run)
     with refused("= 'right' 'typo'"):
         run.claim(config("typo", run.folder))
 
 
-def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(tmp_path):
+def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(run):
     """As the advice after a loss that is not finite may have a user write it."""
-    run = RunFolder(tmp_path / "run", Accelerator())
     slow = dataclasses.replace(config("target", run.folder), optim=OptimConfig(lr=5e-6))
     run.claim(slow)
     path = run.folder / "config.yaml"
     path.write_text(path.read_text().replace("lr: 5.0e-06", "lr: 5e-06"))
     assert "lr: 5e-06" in path.read_text()
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
+    begin(run)
     run.claim(slow)
 
 
-def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(run):
     options = config("target", run.folder)
     run.claim(options)
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
+    begin(run)
     path = run.folder / "config.yaml"
     of_before = yaml.safe_load(path.read_text())
     of_before["optim"]["ema"] = 0.0
@@ -78,16 +85,14 @@ def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):
             make_conversations(SelfMadeConfig(target=target, output=output))
 
 
-def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_log_without_a_checkpoint_starts_anew(run):
     run.folder.mkdir()
     run.log({"step": 10})
     assert run.resume("one process").step == 0
     assert (run.folder / "log.jsonl").read_text() == ""
 
 
-def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(run, tmp_path):
     run.folder.mkdir()
     with files_of_at_most(10), refused(str(run.folder / "log.jsonl"), "large", error=OSError):
         run.log({"step": 10, "loss": 2.0})
@@ -96,8 +101,7 @@ def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": "x"}', b"\xff", b"[" * 100_000])
-def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(tmp_path, line):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(run, line):
     run.folder.mkdir()
     log = run.folder / "log.jsonl"
     log.write_bytes(b'{"step": 0}\n' + line + b"\n")
@@ -109,10 +113,8 @@ def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(tmp_path, line):
 
 @pytest.mark.parametrize("name", ["config.yaml", "changes.jsonl"])
 @pytest.mark.parametrize("text", ["{", "3", "[" * 3000, "a: &a [*a]", "head: 2026-99-99"])
-def test_a_broken_file_of_a_run_that_resumes_is_named(tmp_path, name, text):
-    run = RunFolder(tmp_path / "run", Accelerator())
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    (run.checkpoints / "step-00000001" / "progress.json").touch()
+def test_a_broken_file_of_a_run_that_resumes_is_named(run, name, text):
+    begin(run)
     (run.folder / name).write_text(text)
     with refused(name) as caught:
         earlier_options(run.folder) if name == "config.yaml" else run.changes()
@@ -120,11 +122,9 @@ def test_a_broken_file_of_a_run_that_resumes_is_named(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("value", [0, "x", "\x1b[2J" * 999])
-def test_a_format_that_a_run_cannot_have_begun_with_is_named(tmp_path, value):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_format_that_a_run_cannot_have_begun_with_is_named(run, value):
     run.claim(config("target", run.folder))
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    (run.checkpoints / "step-00000001" / "progress.json").touch()
+    begin(run)
     path = run.folder / "config.yaml"
     options = yaml.safe_load(path.read_text())
     options["loop"]["precision"] = value
@@ -135,12 +135,23 @@ def test_a_format_that_a_run_cannot_have_begun_with_is_named(tmp_path, value):
 
 
 @pytest.mark.parametrize("name", ["changes.jsonl", "log.jsonl", "config.yaml", "inputs.json"])
-def test_a_named_pipe_in_a_runs_folder_is_refused_and_not_waited_for(tmp_path, name):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_named_pipe_in_a_runs_folder_is_refused_and_not_waited_for(run, name):
     run.folder.mkdir()
     os.mkfifo(run.folder / name)
     with refused(f"{run.folder / name} pipe"):
         run.claim(config("target", run.folder))
+    if name == "log.jsonl":
+        with refused("log.jsonl pipe"):
+            run.resume("one process")
+
+
+def test_a_named_pipe_in_place_of_answers_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "answers.jsonl")
+    made = SelfMadeConfig(target="x", output=str(tmp_path / "answers.jsonl"))
+    with refused("answers.jsonl pipe"):
+        make_conversations(made)
+    with refused("answers.jsonl pipe"):
+        _read_answered(tmp_path / "answers.jsonl")
 
 
 def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
@@ -161,8 +172,7 @@ def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
         ("config.yaml", "{"),
     ],
 )
-def test_a_folder_that_holds_something_else_is_refused_before_training(name, text, tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_a_folder_that_holds_something_else_is_refused_before_training(run, name, text):
     (run.folder / name).parent.mkdir(parents=True)
     (run.folder / name).write_text(text)
     with refused(name.rpartition("/")[2]):
@@ -170,8 +180,7 @@ def test_a_folder_that_holds_something_else_is_refused_before_training(name, tex
     assert (run.folder / name).read_text() == text
 
 
-def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
+def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(run):
     for name in ("step-5", "step-00000002", "step-x9"):
         (run.checkpoints / name).mkdir(parents=True)
         (run.checkpoints / name / "weights.pt").write_text("theirs")
@@ -185,20 +194,6 @@ def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(tmp_path
         run.save(Progress(step=2), keep=1)
 
 
-def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
-    run = RunFolder(tmp_path / "run", Accelerator())
-    run.folder.mkdir()
-    os.mkfifo(run.folder / "log.jsonl")
-    with refused("log.jsonl pipe"):
-        run.resume("one process")
-    os.mkfifo(tmp_path / "answers.jsonl")
-    made = SelfMadeConfig(target="x", output=str(tmp_path / "answers.jsonl"))
-    with refused("answers.jsonl pipe"):
-        make_conversations(made)
-    with refused("answers.jsonl pipe"):
-        _read_answered(tmp_path / "answers.jsonl")
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -207,12 +202,9 @@ def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
         *({"longest_prompts": [[1]]}, {"longest_prompts": [3]}, {"engine": []}, {"unknown": 1}),
     ],
 )
-def test_a_broken_progress_is_named(tmp_path, change):
-    run = RunFolder(tmp_path / "run", Accelerator())
-    checkpoint = run.checkpoints / "step-00000001"
-    checkpoint.mkdir(parents=True)
+def test_a_broken_progress_is_named(run, change):
     progress = dataclasses.asdict(Progress(step=1, longest_prompts=[[3, 2]]))
-    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    checkpoint = begin(run, json.dumps(progress))
     assert Progress.read(checkpoint / "progress.json").longest_prompts == [[3, 2]]
     (checkpoint / "progress.json").write_text(json.dumps({**progress, **change}))
     with refused(f"{checkpoint}"):

@@ -110,14 +110,10 @@ def test_what_is_saved_loads_bit_for_bit(
     assert [path.name for path in folder.parent.iterdir()] == ["head"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_converts_parameters_and_never_the_token_map(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_loading_converts_parameters_and_never_the_token_map(tmp_path: Path) -> None:
     head = build("truncated", dtype=torch.float64)
-    loaded, _ = load_head(save(head, tmp_path / "head"), dtype=dtype)
-    assert_same(loaded, head.to(dtype))
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    loaded, _ = load_head(save(head, tmp_path / "head"), dtype=torch.bfloat16)
+    assert_same(loaded, head.bfloat16())
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
 
 
@@ -230,42 +226,12 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
         save(build(), tmp_path / "file")
 
 
-# What servers read.
-
-
-def unmeasured() -> dict[str, Any]:
-    """As `Stats` reports a depth that no path reached, and the interval of a single prompt."""
-    nan = float("nan")
-    row = {
-        **MEASURED["trees"]["tree"],
-        "interval": [nan, nan],
-        "acceptance_rate_by_depth": [0.5, nan],
-    }  # type: ignore[index]
-    return {**MEASURED, "trees": {"tree": row}}
-
-
-def test_config_is_strict_json_even_where_nothing_could_be_measured(tmp_path: Path) -> None:
-    """NaN is no JSON: Python reads it, the Hub and servers in other languages do not."""
-    folder = save(build(), tmp_path / "head", CheckpointMetadata(measured=unmeasured()))
-
-    def refuse(constant: str) -> None:
-        pytest.fail(f"config.json holds {constant}, which is not JSON")
-
-    json.loads((folder / "config.json").read_text(encoding="utf-8"), parse_constant=refuse)
-    assert_same(load_head(folder)[0], build())
-
-
 # The model card.
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
     _, block, _ = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     return dict(yaml.safe_load(block))
-
-
-def test_the_card_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    card = (save(build(), tmp_path / "head") / "README.md").read_text(encoding="utf-8")
-    assert "Nothing was measured" in card and "|" not in card
 
 
 @pytest.mark.parametrize("name", ["package:another", "/tmp/my models/{final}: v2", "C:\\models\\x"])
@@ -308,13 +274,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-
-
-def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    change(config)
-    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -360,34 +319,13 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda config: config["headstart"].update(head="medsua"), "unknown 'medsua' medusa"),
-        (lambda config: config["headstart"]["options"].update(heads=3), "'heads' num_heads"),
-        (lambda config: config["headstart"]["options"].update(lm_head="x"), "'lm_head' own 'x'"),
-        (lambda config: config.pop("headstart"), "config.json 'headstart'"),
-        (lambda config: config["headstart"].pop("target"), "target"),
-        (lambda config: config["headstart"].pop("tree"), "tree"),
-        (lambda config: config["headstart"]["target"].pop("num_layers"), "num_layers"),
-        (lambda config: config.update(headstart=None), "'headstart'"),
-    ],
-    ids=["head", "option", "value", "section", "target", "tree", "target's layers", "null section"],
-)
-def test_a_config_that_is_not_a_heads_is_refused(
-    change: Callable[[Any], object], words: str, tmp_path: Path
-) -> None:
-    folder = save(build(), tmp_path / "head")
-    change_config(folder, change)
-    with refused(words):
-        load_head(folder)
-
-
-@pytest.mark.parametrize(
     ("name", "content"),
     [
         ("config.json", b""),
         ("config.json", b'{"headstart": '),
         ("config.json", b"[]"),
+        ("config.json", b"{}"),
+        ("config.json", b'{"headstart": null}'),
         ("config.json", None),
         ("model.safetensors", b""),
         ("model.safetensors", b"5 byt"),
@@ -483,6 +421,12 @@ LONG = "x" * 9000
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda section: section.update(head="medsua"), "unknown 'medsua' medusa"),
+        (lambda section: section["options"].update(heads=3), "'heads' num_heads"),
+        (lambda section: section["options"].update(lm_head="x"), "'lm_head' own 'x'"),
+        (lambda section: section.clear(), "target"),
+        (lambda section: section.pop("tree"), "tree"),
+        (lambda section: section["target"].pop("num_layers"), "num_layers"),
         (lambda section: section["options"].update(num_layers=10**9), "num_layers 1000000000"),
         (lambda section: section["options"].update(num_heads=10**7), "num_heads 10000000"),
         (lambda section: section["target"].update(hidden_size=2**30), "16 1073741824"),
@@ -505,11 +449,14 @@ LONG = "x" * 9000
         (lambda section: section["target"].update(rope_parameters=LONG), "rope_parameters"),
     ],
 )
-def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
+def test_a_section_that_is_not_a_heads_is_refused_before_memory_is_taken(
     change: Callable[[Any], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(build(), tmp_path / "head")
-    change_config(folder, lambda config: change(config["headstart"]))
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    change(config["headstart"])
+    path.write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("read the weights"))
     with refused(message) as caught:
         load_head(folder)

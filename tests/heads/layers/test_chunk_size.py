@@ -30,18 +30,14 @@ def test_an_accelerator_gives_a_share_of_what_is_free(free, gigabytes):
     )
 
 
-def test_a_cpu_and_a_full_accelerator_keep_the_constants(free):
+def test_a_cpu_and_a_full_accelerator_keep_the_constants_and_an_absent_one_is_the_largest(
+    free, monkeypatch
+):
     assert chunk_elements(torch.device("cpu"), 2**22) == 2**22
     free(0)
     assert chunk_elements(CUDA, 2**22) == 2**22
     assert positions_at_once(CUDA, 128_256) == 65 and positions_at_once(CUDA, 2**24) == FEWEST
-
-
-def test_positions_of_a_large_vocabulary_fill_an_accelerator(free):
     free(60 * 10**9)
     assert positions_at_once(CUDA, 128_256) > 1000
-
-
-def test_a_plan_for_a_device_that_is_not_there_takes_the_largest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert chunk_elements(CUDA, 2**22) == LARGEST
+    assert chunk_elements(CUDA, 2**22) == LARGEST  # a plan for it

@@ -11,14 +11,6 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def test_values_arrive_with_their_type():
-    for values in ([[1, 2], [3, 4]], range(3), torch.arange(4.0)[::2], [[]]):
-        expected = torch.as_tensor(values)
-        found = upload(values, CPU)
-        assert torch.equal(found, expected) and found.dtype == expected.dtype
-    assert upload([1], CPU, torch.int32).dtype == torch.int32
-
-
 def test_an_upload_goes_through_pinned_memory(monkeypatch):
     pinned = []
     monkeypatch.setattr(

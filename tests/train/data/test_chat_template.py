@@ -25,7 +25,6 @@ from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, encode
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_held_out
-from headstart.train.data.token_cache import count_answer_tokens
 
 REASONING = (
     "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set"
@@ -220,12 +219,6 @@ def test_a_row_of_tokens_is_the_sequence_itself():
     assert encode(row, tokenizer, frozenset(), 2) == []
 
 
-@pytest.mark.parametrize("source", ["/nowhere/at/all.jsonl", "no-such-owner/no-such-data-set"])
-def test_a_missing_source_is_named(source):
-    with refused(source):
-        read_conversations(source)
-
-
 def test_only_a_line_feed_ends_a_line(tmp_path):
     path = tmp_path / "data.jsonl"
     text = "one\u2028two\u0085three\x0bfour\x1cfive"
@@ -277,11 +270,6 @@ def test_no_conversation_is_both_trained_on_and_held_out(tiny_target):
 
     assert len(conversations_of(training) | conversations_of(held_out)) == 20
     assert not conversations_of(training) & conversations_of(held_out)
-
-
-def test_answer_tokens_are_counted_where_the_mask_is_true():
-    examples = [Example([4, 1, 1, 2], [False, True, True, False]), Example([1, 3], [True, True])]
-    assert count_answer_tokens(examples, 6).tolist() == [0, 3, 0, 1, 0, 0]
 
 
 def test_collating_pads_on_the_right_and_padding_is_no_answer():

@@ -86,9 +86,6 @@ def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
     assert [(each["role"], each["content"]) for each in row["messages"]] == [
         ("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"),
     ]  # fmt: skip
-
-
-def test_an_empty_system_prompt_beside_the_turns_is_none():
     row = check_conversation({"system": "", "conversations": MESSAGES}, "here")
     assert row["messages"] == MESSAGES
 
@@ -135,11 +132,6 @@ def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp
     assert [row["messages"] for row in read_conversations(path)] == [
         row["messages"] for row in rows
     ]
-
-
-def test_a_folder_without_data_is_named(tmp_path):
-    with refused(f"'{tmp_path}'"):
-        read_conversations(str(tmp_path))
 
 
 @pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
@@ -228,24 +220,37 @@ def test_a_row_of_tokens_that_is_wrong_is_named_with_what_is_wrong(change, words
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_data_set_whose_columns_fit_no_format_is_refused_with_its_columns(tmp_path, kind):
-    path = str(tmp_path / f"other.{kind}")
-    rows = [{"question": "a", "answer": "b"}]
-    (
-        write_rows(tmp_path / "other.jsonl", rows)
-        if kind == "jsonl"
-        else Dataset.from_list(rows).to_parquet(path)
-    )
+OTHER = [{"question": "a", "answer": "b"}]
+BROKEN: dict[str, tuple[bytes | None, str]] = {
+    "none.jsonl": (None, "none.jsonl"),
+    "no-such-owner/no-such-data-set": (None, "no-such-owner/no-such-data-set"),
+    "cut.json": (b'[{"messages": []}', "cut.json '[' JSON"),
+    "no-gzip.jsonl.gz": (b"{}", "no-gzip.jsonl.gz"),
+    "other.jsonl": (json.dumps(OTHER[0]).encode(), "'question' 'answer' 'messages' 'completion'"),
+    **{
+        f"{encoding}.jsonl": ("{}".encode(encoding), f"{encoding}.jsonl UTF-16 UTF-32 UTF-8")
+        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")
+    },
+}
+"""Contents by the name of a file, and what the error names."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
+    content, words = BROKEN[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with refused(words):
+        read_conversations(name)
+
+
+def test_a_folder_and_columns_of_no_format_are_refused(tmp_path):
+    with refused(f"'{tmp_path}'"):
+        read_conversations(str(tmp_path))
+    Dataset.from_list(OTHER).to_parquet(str(tmp_path / "other.parquet"))
     with refused("'question' 'answer' 'messages' 'completion'"):
-        read_conversations(path)
-
-
-def test_a_file_that_begins_as_an_array_and_is_none_is_named(tmp_path):
-    path = tmp_path / "cut.json"
-    path.write_text('[{"messages": []}', encoding="utf-8")
-    with refused("cut.json '[' JSON"):
-        read_conversations(str(path))
+        read_conversations(str(tmp_path / "other.parquet"))
 
 
 def test_lines_of_nothing_are_no_rows_and_are_counted(tmp_path):
@@ -297,13 +302,6 @@ def test_a_compression_whose_package_is_missing_names_it(tmp_path, monkeypatch):
         read_conversations(str(path))
 
 
-def test_a_compressed_file_that_is_none_is_named(tmp_path):
-    path = tmp_path / "data.jsonl.gz"
-    path.write_bytes(b"{}")
-    with refused("data.jsonl.gz"):
-        read_conversations(str(path))
-
-
 def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
     (tmp_path / "more").mkdir()
     for name in ("b", "a", "more/c"):
@@ -329,14 +327,6 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
         json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig"
     )
     assert read_conversations(str(path)) == rows
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_other_encodings_are_refused_by_name(tmp_path, encoding):
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": MESSAGES}), encoding=encoding)
-    with refused("data.jsonl UTF-16 UTF-32 UTF-8"):
-        read_conversations(str(path))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl in a folder", "text in parquet"])
@@ -434,17 +424,22 @@ def test_a_saved_data_set_has_splits_too(tmp_path):
         read_conversations(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("split", ["", "train"])
-@pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
-@pytest.mark.parametrize("text", ["", "3", "{}", "[" * 100_000, "\xff", '{"_data_files": 3}'])
+@pytest.mark.parametrize(
+    ("split", "file", "text"),
+    [
+        ("", "state.json", ""),
+        ("", "state.json", '{"_data_files": 3}'),
+        ("", "dataset_info.json", "3"),
+        ("", "data-00000-of-00001.arrow", "{}"),
+        ("train", "state.json", "{}"),
+        ("train", "dataset_info.json", ""),
+        ("train", "data-00000-of-00001.arrow", ""),
+    ],
+)
 def test_a_broken_data_set_is_named(tmp_path, split, file, text):
     rows = Dataset.from_list([{"prompt": "hi", "completion": "yo"}])
     (DatasetDict({split: rows}) if split else rows).save_to_disk(tmp_path / "data")
-    path = tmp_path / "data" / split / file
-    path.write_bytes(text.encode("latin-1"))
-    if file == "dataset_info.json" and text.startswith("{"):  # what it says may be left out
-        assert len(read_conversations(str(tmp_path / "data"))) == 1
-        return
+    (tmp_path / "data" / split / file).write_text(text)
     with refused(f"{tmp_path / 'data'}") as caught:
         read_conversations(str(tmp_path / "data"))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
