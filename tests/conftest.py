@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,7 +46,7 @@ from headstart.inference.targets import dtypes
 from headstart.inference.tuning import machine
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.stopping import Stopped
-from headstart.train import engines, loop
+from headstart.train import engines, loop, report
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import encode
@@ -107,6 +108,21 @@ def steps_take_what_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_name, "measured_costs", costs)
     monkeypatch.setattr(speculative_lm, "measured_costs", costs)
     monkeypatch.setattr(adaptive, "after_step", after_step)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of garbage collections, of which each training run makes two."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reports_have_no_plots() -> Iterator[None]:
+    """Drawing takes longer than the few steps of a run; test_report.py draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_plot = SimpleNamespace(savefig=lambda path, **_: None)
+        patch.setattr(report, "plotted", lambda *_: no_plot)
+        yield
 
 
 @pytest.fixture
