@@ -71,11 +71,20 @@ def made_with(family, writes, row, tmp_path, monkeypatch, **options):
     return rows_of(make_conversations(config)), tokenizer
 
 
-@pytest.mark.parametrize("end", ["finished", "cut off", "cut off in the reasoning"])
-@pytest.mark.parametrize("system", [[], [SYSTEM]])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name, system, end):
+ENDS = ("finished", "cut off", "cut off in the reasoning")
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "with_system"),
+    [
+        (name, end, (number + place) % 2 == 1)
+        for number, name in enumerate(FAMILIES)
+        for place, end in enumerate(ENDS)
+    ],
+)
+def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name, end, with_system):
     family = FAMILIES[name]
+    system = [SYSTEM] if with_system else []
     writes = [family.written(THOUGHT, CONTENT, False), family.written("so " + THOUGHT, "no", False)]
     if end == "cut off":
         writes[1] = writes[1].removesuffix(family.ends[0])
