@@ -20,7 +20,16 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from helpers import DEVICE, PromptOracle, build_t5, padded_batch, race_numbers, written_alone
+from helpers import (
+    DEVICE,
+    PromptOracle,
+    accepted,
+    build_t5,
+    padded_batch,
+    parallel_model,
+    race_numbers,
+    written_alone,
+)
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -285,11 +294,8 @@ def retrieval(target: Target, reference: Target) -> dict[str, Any]:
 
 
 def parallel(target: Target, reference: Target) -> dict[str, Any]:
-    """A draft model that drafts all depths in one forward, after mask tokens."""
-    model = lively(dense).to(target.dtype).eval().requires_grad_(False)
-    model.config.spd_type = "pard"
-    model.config.pard_token = VOCAB - 1
-    return {"drafter": Target(model.to(target.device))}
+    model = parallel_model(VOCAB, VOCAB - 1).to(target.device, target.dtype)
+    return {"drafter": Target(model)}
 
 
 class OnesOwn(Drafter):
@@ -538,6 +544,21 @@ def plain(model: tf.PreTrainedModel, prompt: list[int], **more: Any) -> list[int
     return model.generate(ids[None], **settings)[0, 1:].tolist()
 
 
+@functools.cache
+def expected_text(
+    target: str,
+    engine: str,
+    ends: tuple[int, ...],
+    row: tuple[int, ...],
+    race: tuple[int, int] | None = None,
+) -> list[int]:
+    """What transformers writes after a row, greedily or by the arguments of `Raced`; cases have
+    many rows in common."""
+    _, reference = target_of(target, engine)
+    more = {} if race is None else {"logits_processor": [Raced(*race)]}
+    return plain(reference.model, list(row), eos_token_id=list(ends), **more)
+
+
 def keeps_drafts(case: Case) -> bool:
     """Whether what is drafted depends on the row's text alone."""
     # Histories remember answers, and clocks choose between several trees. A head goes on with the
@@ -560,11 +581,6 @@ def fresh_decoder(case: Case) -> SpeculativeLM:
     target = target if kernels else reference
     options = DRAFTERS[case["drafter"]](target, reference) | TREES[case["tree"]]
     return SpeculativeLM.from_pretrained(target, compile=kernels, **options, **RULES[case["rule"]])
-
-
-def accepted(output: Any) -> list[list[int]]:
-    """How many drafts were accepted, of each row round by round."""
-    return [[record.accepted for record in row] for row in output.stats.rows]
 
 
 def check(case: Case) -> None:
@@ -591,17 +607,16 @@ def check(case: Case) -> None:
         start = [0 if model.config.is_encoder_decoder else len(row) for row in rows]
         start = [max(length, 1) for length in start]
         # 1. What is expected, if that is known.
+        alone = functools.partial(expected_text, case["target"], case["engine"], tuple(ends))
         expected = None
         if case["rule"] == "greedy":
-            expected = [plain(model, row, eos_token_id=ends) for row in rows]
+            expected = [alone(tuple(row)) for row in rows]
         elif case["rule"] == "sampled" and case["tree"] not in DRAWN:
-            expected = [
-                plain(model, row, eos_token_id=ends, logits_processor=[Raced(seed, length)])
-                for row, seed, length in zip(rows, seeds, start, strict=True)
-            ]
+            races = zip(seeds, start, strict=True)
+            expected = [alone(tuple(row), race) for row, race in zip(rows, races, strict=True)]
         # 2. One's own drafter is told.
         if case["drafter"] == "one's own":
-            told = expected or [plain(model, row, eos_token_id=ends) for row in rows]
+            told = expected or [alone(tuple(row)) for row in rows]
             asked = [[0]] if model.config.is_encoder_decoder else rows
             for row, text in zip(asked, told, strict=True):
                 drafter["drafter"].oracle.by_prompt[tuple(row)] = text

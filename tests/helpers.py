@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,20 @@ def cleaning(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return other
 
 
+def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Few cases, a value of each axis, in which every two values of different axes meet."""
+    values = [list(axis) for axis in axes]
+    cases = list(itertools.product(*(range(len(axis)) for axis in values)))
+    meetings = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    missing = set().union(*meetings.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(meetings[case] & missing))
+        missing -= meetings[best]
+        chosen.append(tuple(axis[place] for axis, place in zip(values, best, strict=True)))
+    return chosen
+
+
 def warnings_of(call: Callable[[], Any]) -> list[str]:
     """What a call warns of."""
     with warnings.catch_warnings(record=True) as told:
@@ -171,6 +185,19 @@ def written_alone(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> li
     pads."""
     output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
     return output[0, len(prompt) :].tolist()
+
+
+def accepted(output: GenerateOutput) -> list[list[int]]:
+    """How many drafts were accepted, of each row round by round."""
+    return [[record.accepted for record in row] for row in output.stats.rows]
+
+
+def parallel_model(vocab_size: int, mask: Any) -> LlamaForCausalLM:
+    """A draft model that drafts all depths in one forward, after mask tokens."""
+    model = build_model(vocab_size, seed=3, layers=1).requires_grad_(False)
+    model.config.spd_type = "pard"
+    model.config.pard_token = mask
+    return model
 
 
 def other_model(target: Target, layers: int = 1) -> Target:

@@ -13,11 +13,6 @@ from headstart.inference import Drafter, DraftTree, SpeculativeLM
 VOCAB = Useless.vocab_size
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 ROW = torch.tensor([1, 2, 3])
 
 

@@ -31,11 +31,6 @@ from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
 VOCAB = 20
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 def corpus():
     chance = random.Random(0)
     return [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 40))] for _ in range(30)]
@@ -245,8 +240,15 @@ def test_the_hub_is_not_asked_for_models_that_were_made_in_memory(target, monkey
         _ = target.tokenizer
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(258, 272), (272, 258), (272, 320)])
-@pytest.mark.parametrize("tree", ["chain:3", "branch:2x2", "drawn:chain:3"])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tree"),
+    [
+        (258, 272, "drawn:chain:3"),
+        (272, 258, "branch:2x2"),
+        (272, 258, "drawn:chain:3"),
+        (272, 320, "chain:3"),
+    ],
+)
 def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
     tiny_target, tokenizer, tmp_path, ours, theirs, tree
 ):

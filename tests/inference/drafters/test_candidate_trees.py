@@ -17,11 +17,6 @@ from headstart.inference.tuning.tree_search import default_length
 VOCAB = 20
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 def a_head(target, num_heads=3):
     return build_head("medusa", {"num_heads": num_heads}, target.info)
 

@@ -22,11 +22,6 @@ VOCAB = 20
 
 
 @pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
-@pytest.fixture
 def head(target):
     return head_for(target, "medusa", num_heads=3)
 

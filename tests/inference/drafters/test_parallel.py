@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import build_model, check_identity, padded_batch
+from helpers import check_identity, padded_batch, parallel_model
 
 from headstart.inference import RoundObserver, SmallerModel, SpeculativeLM, Target
 from headstart.inference.drafters.by_name import assistants, make_drafter
@@ -14,28 +14,15 @@ from headstart.inference.drafters.specs import drafter_spec
 VOCAB, MASK = 20, 19
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
-def parallel(mask=MASK, vocab=VOCAB):
-    model = build_model(vocab_size=vocab, layers=1, seed=3).requires_grad_(False)
-    model.config.spd_type = "pard"
-    model.config.pard_token = mask
-    return model
-
-
-def rows():
-    return [torch.tensor(row) for row in ([5, 6, 7], [1], [2, 3, 4, 5, 9, 2], [8, 8])]
+ROWS = [torch.tensor(row) for row in ([5, 6, 7], [1], [2, 3, 4, 5, 9, 2], [8, 8])]
 
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_drafts_are_the_models_own_after_the_text_and_masks(target, slots):
     """In every round of a batch whose rows come, go, and accept different numbers of tokens."""
-    draft = parallel()
+    draft = parallel_model(VOCAB, MASK)
     lm = SpeculativeLM.from_pretrained(target, drafter=draft, tree="chain:4", adaptive=False)
-    padded, mask = padded_batch(rows())
+    padded, mask = padded_batch(ROWS)
     rounds = []
     lm.observers.append(Watched(rounds))
     settings = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
@@ -68,14 +55,14 @@ class Watched(RoundObserver):
 def test_an_id_is_a_smaller_model_and_its_mask_is_checked(target, tmp_path):
     assert drafter_spec("org/PARD-Qwen3-0.6B") == SmallerModel("org/PARD-Qwen3-0.6B")
     assert drafter_spec(str(tmp_path)) == SmallerModel(str(tmp_path))
-    assert make_drafter(target, Target(parallel())).depth == 8
+    assert make_drafter(target, Target(parallel_model(VOCAB, MASK))).depth == 8
     for wrong in (VOCAB, -1, None, "x"):
         with pytest.raises(ValueError, match="pard_token"):
-            make_drafter(target, Target(parallel(mask=wrong)))
+            make_drafter(target, Target(parallel_model(VOCAB, wrong)))
 
 
 def test_a_folder_says_that_its_model_drafts_in_parallel(target, tmp_path):
-    parallel().save_pretrained(tmp_path)
+    parallel_model(VOCAB, MASK).save_pretrained(tmp_path)
     lm = SpeculativeLM.from_pretrained(target, drafter=str(tmp_path), adaptive=False)
     [model] = assistants(lm.drafter)
     assert mask_token(model) == MASK and lm.drafter.depth == 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_identity, head_for
+from helpers import check_identity
 from torch import Tensor
 
 from headstart.inference import Conversation, SpeculativeLM, Target
@@ -62,11 +62,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def target(tiny_target: Any) -> Target:
-    return tiny_target(vocab_size=VOCAB)
 
 
 def prompt(tokens: int, seed: int = 0) -> Tensor:
@@ -150,47 +145,3 @@ def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
     settings = {**SETTINGS, "attention_mask": torch.ones_like(second), "max_new_tokens": 17}
     stats = lm.generate(second, past_key_values=past, **settings).stats
     assert {record.returned for record in stats.rows[0]} == {4}
-
-
-# Only the last part of a prompt: as much as a head with a sliding window sees.
-
-
-def a_head(target: Target) -> Any:
-    """Two layers that see five tokens each: what the second sees depends on the last nine."""
-    options = {"depth": 3, "num_layers": 2, "sliding_window": 5}
-    return head_for(target, "eagle3", 0.2, seed=2, **options)
-
-
-@pytest.mark.parametrize("slots", [None, 2])
-@pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3"])
-def test_a_head_with_a_window_reads_no_more_than_it_sees(
-    target: Target, monkeypatch: pytest.MonkeyPatch, tree: str, slots: int | None
-) -> None:
-    """In a batch of prompts shorter and longer than what is read, it drafts as after the whole
-    prompt."""
-    clock = Clock(target, monkeypatch, 0.0)
-    head = a_head(target)
-    rows = [prompt(length, seed)[0] for seed, length in enumerate((30, 3, 40, 25, 60))]
-
-    def accepted(read_last: int | None) -> list[list[int]]:
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
-        assert lm.drafter.rows.read_last == 9
-        lm.drafter.rows.read_last = read_last
-        output = check_identity(lm, rows, max_batch_size=slots, eos_token_id=[])
-        return [[record.accepted for record in row] for row in output.stats.rows]
-
-    drafted = accepted(9)
-    assert clock.read <= len(rows) * 10
-    assert drafted == accepted(None)
-    assert clock.read > len(rows) * 25
-
-
-def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target) -> None:
-    """Turns that go on, that go back to before what was read, and that go on again."""
-    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", adaptive=False)
-    past = Conversation()
-    text = prompt(40)
-    for kept, more in ((40, 0), (60, 9), (10, 30), (70, 5)):
-        row = torch.cat([text[0, :kept], prompt(more, kept)[0]])
-        settings = {**SETTINGS, "max_new_tokens": 30, "past_key_values": past}
-        text = check_identity(lm, [row], **settings).sequences

@@ -13,11 +13,6 @@ from headstart.inference.rounds.sequences import Sequences
 VOCAB = 20
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 def prompts(count):
     random = torch.Generator().manual_seed(1)
     return [torch.randint(VOCAB, (2 + 5 * i % 11,), generator=random) for i in range(count)]

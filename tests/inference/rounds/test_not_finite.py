@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import Oracle, build_model, head_for, padded_batch, written_alone
+from helpers import Oracle, build_model, head_for, padded_batch, pairs, written_alone
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -97,9 +97,9 @@ def seeded():
     return {"do_sample": True, "generator": torch.Generator().manual_seed(3)}
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    ("kind", "value", "compile"), pairs(HEADS, [math.nan, math.inf], [False, True])
+)
 def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compile):
     target, rows, greedy, sampled = healthy(compile)
     assert greedy == [stock(target.model, row) for row in rows]
@@ -126,9 +126,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", ["float64", "sdpa", "eager", "kernels", "bfloat16 kernels"])
+ENGINES = ("float64", "sdpa", "eager", "kernels", "bfloat16 kernels")
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "shape"), pairs(ENGINES, [math.nan, math.inf, -math.inf], SHAPES)
+)
 def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options, shape, value):
     dtype = {"float64": torch.float64, "bfloat16 kernels": torch.bfloat16}.get(
         options, torch.float32

@@ -1,5 +1,5 @@
-"""A seeded text is a function of the target and the seed: neither drafts nor the batch's order
-change it."""
+"""Random numbers: a seeded text is a function of the target and the seed, and each number is used
+once."""
 
 from __future__ import annotations
 
@@ -11,34 +11,12 @@ from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.engines import cpu_kernels
 from headstart.inference.rounds.noise import PositionNoise, exponential
-from headstart.inference.trees.sampling import PositionSampler, RandomSampler
+from headstart.inference.trees.sampling import PositionSampler, PrecomputedSampler, RandomSampler
+from headstart.inference.trees.verify import RULES
 
-VOCAB, NEW = 20, 24
+VOCAB = 20
 ROWS = [torch.tensor(row) for row in ([1, 2, 3], [4, 5, 6, 7, 8], [9])]
-SETTINGS = {
-    "max_new_tokens": NEW,
-    "do_sample": True,
-    "temperature": 0.8,
-    "top_k": 7,
-    "pad_token_id": 0,
-}
-NO_ENDS = {"eos_token_id": None}
-
-
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
-def sampled(target, drafter, slots=None, **settings):
-    input_ids, mask = padded_batch(ROWS)
-    generator = torch.Generator().manual_seed(5)
-    lm = SpeculativeLM(target, drafter)
-    settings = {**SETTINGS, **settings}
-    output = lm.generate(
-        input_ids, attention_mask=mask, generator=generator, max_batch_size=slots, **settings
-    )
-    return output.sequences[:, input_ids.shape[1] :].tolist(), output.stats
+SETTINGS = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -94,16 +72,21 @@ def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):
 @pytest.mark.parametrize("tree", ["chain:3", "branch:2x2x2", "dynamic:9:3:3", "stop:0:chain:3"])
 def test_a_draft_that_is_the_target_is_drawn_alike(target, tree):
     """By the same numbers: what is guessed is what is drawn."""
-    settings = {"top_k": 0, **NO_ENDS}
     drafter = make_drafter(target, target, tree)
-    _, stats = sampled(target, drafter, **settings)
+
+    def sampled():
+        input_ids, mask = padded_batch(ROWS)
+        generator = torch.Generator().manual_seed(5)
+        lm = SpeculativeLM(target, drafter)
+        return lm.generate(input_ids, attention_mask=mask, generator=generator, **SETTINGS).stats
+
+    stats = sampled()
     if "dynamic" in tree:  # which may have no room for the path that is right
         assert stats.acceptance_length > 2.5
         return
     assert {record.returned for row in stats.rows for record in row[:-1]} == {4}
     drafter.rows.model = Permuted(drafter.head)
-    _, stats = sampled(target, drafter, **settings)
-    assert stats.acceptance_length > 2.5  # but for the tokens that it cannot guess
+    assert sampled().acceptance_length > 2.5  # but for the tokens that it cannot guess
 
 
 class Permuted:
@@ -124,10 +107,42 @@ class Permuted:
         return self.order_D[draft_tokens]
 
 
-@pytest.mark.parametrize("tree", ["drawn:chain:2", "drawn:branch:2x2", "independent:branch:2x2"])
-def test_a_seed_gives_drawn_trees_one_text_too(target, tree):
-    """They take numbers of the generator round by round."""
-    first, second = (
-        sampled(target, make_drafter(target, other_model(target), tree))[0] for _ in range(2)
-    )
-    assert first == second
+# Numbers of a generator, which rounds of drawn trees take.
+
+
+def test_every_number_that_was_drawn_is_used_once():
+    numbers_BU = torch.arange(14.0).reshape(2, 7)
+    sampler = PrecomputedSampler(uniform_BU=numbers_BU)
+    used = [
+        sampler.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))
+    ]
+    assert torch.equal(torch.cat([part.reshape(2, -1) for part in used], dim=1), numbers_BU)
+    with pytest.raises(RuntimeError):
+        sampler.uniform((2,), numbers_BU.device)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_enough_numbers_are_drawn_for_every_rule(target, rule):
+    """A wide tree and a deep one, or a chain where a rule is for chains alone."""
+    wide = "sampled_without_replacement" in RULES[rule].kinds
+    for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
+        lm = SpeculativeLM.from_pretrained(
+            target,
+            drafter=other_model(target),
+            tree=tree,
+            acceptance=rule,
+            lossy=True,
+            adaptive=False,
+        )
+        row = torch.arange(9)[None].expand(2, -1)
+        settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
+        lm.generate(row, attention_mask=torch.ones_like(row), **settings)
+
+
+@pytest.mark.parametrize("options", [{"drafter": "prompt-lookup"}, {"tree": "drawn:branch:2x1"}])
+def test_greedy_decoding_draws_nothing(target, options):
+    """A seed set before means the same after it; a tree that would be drawn is picked."""
+    lm = SpeculativeLM.from_pretrained(target, adaptive=False, **{"drafter": target} | options)
+    row, before = torch.arange(9)[None], torch.get_rng_state()
+    lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=9, do_sample=False)
+    assert torch.equal(torch.get_rng_state(), before)

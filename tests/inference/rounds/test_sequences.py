@@ -33,11 +33,6 @@ TURNS = [
 ]
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 def decoder(target, kind, tree="dynamic:9:3:3", **options):
     """With a head whose drafts are now right, now wrong."""
     options = {"adaptive": False} | options
@@ -162,31 +157,13 @@ def test_a_drafter_without_a_memory_is_shown_the_text_again(target):
     assert drafter.seen == len(text) + 1
 
 
-def test_a_chat_reads_only_what_is_new(target_folder, tokenizer, monkeypatch):
-    lm = SpeculativeLM.from_pretrained(target_folder, drafter="prompt-lookup", dtype="float64")
-    read = calls_of(monkeypatch, lm.target.engine, "read_chunk")
-    chat = lm.chat(tokenizer, system="Be brief.", max_new_tokens=9, do_sample=False)
-    for question in ("What is a tree?", "And a chain?"):
-        asked = [*chat.messages, {"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        expected = lm.generate(prompt["input_ids"], max_new_tokens=9, do_sample=False).sequences[0]
-        read.clear()
-        answer = "".join(chat.stream(question))
-        assert answer == tokenizer.decode(
-            expected[prompt["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
-    tokens = sum(chunk.shape[1] for chunk, *_ in read)
-    assert tokens < prompt["input_ids"].shape[1] - len("<|im_start|>What is a tree?")
-    tokenizer_without = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="no chat template"):
-        lm.chat(tokenizer_without)
-
-
-@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "a model", None])
-@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [
+        *((kind, None) for kind in (*HEADS, "prompt-lookup", "a model", None)),
+        *((kind, 2) for kind in ("eagle3", "a model", None)),
+    ],
+)
 def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     """A long beginning that all have, and prompts that are alike; every row writes what it writes
     alone."""

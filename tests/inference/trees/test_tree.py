@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.inference import DraftTree, DynamicShape, TreeShape, tree_policy
-from headstart.inference.trees.tree_spec import spec_of
+from headstart.inference.trees.tree_spec import EarlyExitShape, spec_of
 
 
 def ancestors(parents, node):
@@ -36,16 +36,11 @@ def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
     assert rebuilt == [(), *shape.paths]
 
 
-def test_a_chain_takes_the_best_token_at_each_depth():
-    assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
-    assert tree_policy("chain:3") == TreeShape.chain(3)
-    assert tree_policy("root").size == 1
-
-
-def test_a_file_of_paths_is_read_in_any_order(tmp_path):
-    path = tmp_path / "tree.json"
-    path.write_text(json.dumps([[1], [0, 2], [0]]))
-    assert tree_policy(str(path)).paths == ((0,), (1,), (0, 2))
+def test_paths_are_given_in_a_file_or_themselves_in_any_order(tmp_path):
+    paths = [[1], [0, 2], [0]]
+    (tmp_path / "tree.json").write_text(json.dumps(paths))
+    for given in (str(tmp_path / "tree.json"), paths):
+        assert tree_policy(given).paths == ((0,), (1,), (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +67,10 @@ def test_paths_that_are_no_tree_are_refused(paths, message):
         ("dynamic:24:6", DynamicShape(size=24, depth=6)),
         ("dynamic:24:6:8", DynamicShape(size=24, depth=6, width=8)),
         ("chain:0", TreeShape(())),
+        ("root", TreeShape(())),
+        ([], TreeShape(())),
+        ("chain:2", TreeShape.from_paths([[0], [0, 0]])),
+        ("stop:0.3:chain:2", EarlyExitShape(2, 0.3)),
     ],
 )
 def test_words_for_policies(text, policy):
@@ -85,6 +84,7 @@ def test_words_for_policies(text, policy):
         TreeShape.chain(3),
         TreeShape(()),
         TreeShape.from_paths([[0], [2], [2, 1]]),
+        *map(tree_policy, ("stop:0.3:chain:4", "stop:0.2:drawn:chain:3", "stop:1:chain:3")),
     ],
 )
 def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
@@ -92,16 +92,18 @@ def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
     assert tree_policy(json.loads(json.dumps(spec_of(policy)))) == policy
 
 
-def test_paths_may_be_given_themselves():
-    assert tree_policy([[1], [0, 2], [0]]).paths == ((0,), (1,), (0, 2))
-    assert tree_policy([]) == tree_policy("root")
+DYNAMIC = "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
 
 
-@pytest.mark.parametrize("text", ["dynamic:1", "dynamic:24:0", "dynamic:24:6:0"])
-def test_dynamic_trees_that_are_none_are_refused(text):
-    with pytest.raises(
-        ValueError, match="a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
-    ):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, DYNAMIC) for text in ("dynamic:1", "dynamic:24:0", "dynamic:24:6:0")),
+        ("stop:1.5:chain:3", r"threshold from 0 to 1, not 3 and 1\.5"),
+    ],
+)
+def test_numbers_that_no_tree_has_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         tree_policy(text)
 
 
@@ -122,17 +124,8 @@ def test_files_that_hold_no_tree_are_refused(content, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "medusa",
-            "chain",
-            "chain:x",
-            "chain:-1",
-            "chain:1:2",
-            "chain:",
-            "root:3",
-            "missing.json",
-        ),
-        *("dynamic:x", "dynamic:", "dynamic:24:6:8:1", "dynamic:-3", "dynamic:2.5", "Dynamic:24"),
+        *("medusa", "chain", "chain:x", "chain:-1", "chain:1:2", "root:3", "missing.json"),
+        *("dynamic:", "dynamic:24:6:8:1", "dynamic:-3", "dynamic:2.5", "stop:x:chain:3"),
     ],
 )
 def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):

@@ -1,5 +1,5 @@
-"""An EAGLE-3 head with a sliding window: greedy text is the target's, and the ring of its cache
-changes no draft."""
+"""An EAGLE-3 head with a sliding window: neither the ring of its cache nor what it leaves out of a
+prompt changes a draft."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_identity, head_for
+from helpers import accepted, calls_of, check_identity, head_for
 from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.heads.layers import draft_cache
-from headstart.inference import SpeculativeLM, Target
+from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import model_rows
+from headstart.inference.drafters.model_rows import ModelRows
 
 VOCAB = 20
 WINDOW = 5
@@ -23,12 +24,8 @@ SETTINGS: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": [3, 7],
 }
-TREES = ["chain:3", "dynamic:9:3:3"]
-
-
-@pytest.fixture
-def target(tiny_target: Any) -> Target:
-    return tiny_target(vocab_size=VOCAB)
+CASES = pytest.mark.parametrize(("tree", "slots"), [("chain:3", 2), ("dynamic:9:3:3", None)])
+"""Rows of a batch, and rows that take the places of those that have ended."""
 
 
 def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
@@ -38,6 +35,7 @@ def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 def a_head(target: Target, window: int | None = WINDOW) -> DraftHead:
+    """Two layers that see five tokens each: what the second sees depends on the last nine."""
     options = {"depth": 3, "sliding_window": window, "num_layers": 2}
     return head_for(target, "eagle3", 0.2, seed=2, **options)
 
@@ -48,27 +46,22 @@ def prompts() -> list[Tensor]:
     return [torch.randint(VOCAB, (length,), generator=random) for length in (3, 40, 11, 6, 25, 17)]
 
 
-def accepted(lm: SpeculativeLM, slots: int | None) -> list[list[int]]:
-    """How many drafts each round accepted, of each row."""
-    output = check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS)
-    return [[record.accepted for record in row] for row in output.stats.rows]
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("slots", [None, 2])
+@CASES
 def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a batch, and where waiting rows take the places of those that have ended."""
+    def drafted(lm: SpeculativeLM) -> list[list[int]]:
+        return accepted(check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS))
+
     found = []
     for tokens in (4, 512):  # of which the first is just what a round commits
         commit_at_most(monkeypatch, tokens)
         lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
-        found.append(accepted(lm, slots))
+        found.append(drafted(lm))
     assert found[0] == found[1]
     assert max(map(max, found[0])) > 0
     lm = SpeculativeLM.from_pretrained(target, a_head(target, None), tree=tree, adaptive=False)
-    assert accepted(lm, slots) != found[0], "the window hides nothing"
+    assert drafted(lm) != found[0], "the window hides nothing"
 
 
 def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
@@ -91,6 +84,35 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
         lm.generate(text, attention_mask=torch.ones_like(text), **SETTINGS)
     nodes = 3
     assert max(widest) <= nodes + WINDOW + 4 - 1
+
+
+@CASES
+def test_a_head_with_a_window_reads_no_more_than_it_sees(
+    tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts as after the whole prompt."""
+    read = calls_of(monkeypatch, ModelRows, "_read")
+    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
+    assert lm.drafter.rows.read_last == 9
+    drafts = []
+    for read_last, least, most in ((9, 1, 10), (None, 11, 99)):
+        read.clear()
+        lm.drafter.rows.read_last = read_last
+        drafts.append(accepted(check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS)))
+        tokens = sum(chunk.tokens_BT.numel() for _, chunk in read)
+        assert least * len(prompts()) <= tokens <= most * len(prompts())
+    assert drafts[0] == drafts[1]
+
+
+def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target) -> None:
+    """Turns that go on, that go back to before what was read, and that go on again."""
+    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", adaptive=False)
+    past = Conversation()
+    text = prompts()[1]
+    for kept, added in ((40, []), (60, [4, 2]), (10, [7] * 3), (30, [1])):
+        row = torch.cat([text[:kept], torch.tensor(added, dtype=torch.int64)])
+        settings = {**SETTINGS, "eos_token_id": [], "past_key_values": past}
+        text = check_identity(lm, [row], **settings).sequences[0]
 
 
 @pytest.mark.parametrize("window", [0, 2])
