@@ -27,7 +27,8 @@ GROUPS = {
         *("modernbert-decoder", "qwen2_audio", "aya_vision", "granitemoehybrid@attention-only"),
         *("bert", "megatron-bert", "roberta"),
     ],
-    "refused": ["mamba", "rwkv", "openai-gpt"],
+    "positions by the cache": ["bloom", "mpt", "falcon@alibi", "bart", "roformer"],
+    "refused": ["mamba", "rwkv", "openai-gpt", "moshi", "doge"],
 }
 """Of the twenty families that matter most, and those that have failed."""
 

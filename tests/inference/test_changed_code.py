@@ -11,6 +11,7 @@ import pytest
 import torch
 from changed_code import CHANGES, shifted
 from changed_weights import PLAIN, ROW, model_of, stock
+from helpers import pairs
 from messages import refused
 
 from headstart.inference import SpeculativeLM
@@ -24,9 +25,9 @@ ENGINES = {
 """The model's options, and whether it is compiled."""
 
 
-@pytest.mark.parametrize("first", ["loaded", "changed"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "change", "first"), pairs(ENGINES, CHANGES, ["loaded", "changed"])
+)
 def test_what_is_put_on_a_model_runs(engine, change, first):
     options, compile = ENGINES[engine]
     model = model_of(**options)

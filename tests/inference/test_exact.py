@@ -1,7 +1,7 @@
 """Sampled text has the target's distribution: by every outcome of every draw, through the whole
 loop, from every source of drafts.
 
-The rules themselves are in trees/test_verify_sampled.py, each head in integration/test_every_head.
+The rules themselves are in trees/test_verify_sampled.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import build_model, check_distribution, head_for, other_model
+from helpers import build_model, check_distribution, head_for, other_model, parallel_model
 from hybrids import hybrid
 from torch import nn
 from transformers import (
@@ -101,14 +101,6 @@ def dspark(target: Target, markov: str) -> DraftHead:
     return head
 
 
-def parallel(target: Target) -> Target:
-    """A draft model that drafts all depths in one forward, after mask tokens."""
-    model = build_model(VOCAB, seed=3, layers=1).requires_grad_(False)
-    model.config.spd_type = "pard"
-    model.config.pard_token = VOCAB - 1
-    return Target(model)
-
-
 def index() -> TextIndex:
     chance = random.Random(0)
     texts = TextIndex(1000)
@@ -132,7 +124,10 @@ def drafter_of(source: str, target: Target, tree: Any) -> Any:
     return make_drafter(target, source)
 
 
-MODELS: dict[str, Callable[[Target], Target]] = {"model": other_model, "parallel": parallel}
+MODELS: dict[str, Callable[[Target], Target]] = {
+    "model": other_model,
+    "parallel": lambda target: Target(parallel_model(VOCAB, VOCAB - 1)),
+}
 HEADS: dict[str, Callable[[Target], DraftHead]] = {
     "medusa": lambda target: head_for(target, "medusa", 0.3, num_heads=2),
     "NaN at once": lambda target: broken(target, 0, math.nan),

@@ -7,16 +7,12 @@ import warnings
 
 import pytest
 import torch
-from helpers import calls_of, check_identity, head_for, padded_batch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LogitsProcessor,
-)
+from helpers import calls_of, check_identity, head_for, padded_batch, pairs
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate
+from headstart.inference import SpeculativeLM, Target, TreeShape, custom_generate
 from headstart.inference.drafters import model_rows
 from headstart.inference.rounds import prefill
 from headstart.inference.tuning.machine import machine_key
@@ -82,13 +78,8 @@ def test_scores_and_logits_are_those_of_generate(tiny_target, tools, reads_text)
                 torch.testing.assert_close(
                     ours[place][row], expected, rtol=0, atol=1e-5, check_dtype=False
                 )
-
-
-def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
-    output = SpeculativeLM(tiny_target(vocab_size=VOCAB)).generate(ROWS[0][None], **PLAIN)
-    assert isinstance(output, GenerateOutput)
-    assert output.scores is None and output.logits is None
-    assert output.stats.rounds > 0
+    unasked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
+    assert unasked.scores is None and unasked.logits is None
 
 
 def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_target):
@@ -167,9 +158,9 @@ def test_thresholds_that_are_none_are_named(tiny_target, acceptance):
         )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-@pytest.mark.parametrize("reader", ["target", "head"])
-@pytest.mark.parametrize("size", [1, 4, 5])
+@pytest.mark.parametrize(
+    ("size", "kind", "reader"), pairs([1, 4, 5], ["eagle3", "medusa"], ["target", "head"])
+)
 def test_prompts_read_in_chunks_are_prompts_read_at_once(
     tiny_target, monkeypatch, kind, reader, size
 ):

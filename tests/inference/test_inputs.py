@@ -3,18 +3,15 @@ inside of calls."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
 
 import pytest
 import torch
-from helpers import EachRound, build_t5, check_identity, head_for, other_model
-from transformers import (
-    BatchEncoding,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from helpers import EachRound, build_model, build_t5, check_identity, head_for, other_model, pairs
+from transformers import BatchEncoding
 
 from headstart.heads import HEADS
 from headstart.inference import (
@@ -105,10 +102,16 @@ def masked(*zeros, dtype=torch.int64):
     return mask.to(dtype)
 
 
+HOLES = (0, 3, 4, 8)
+
+
 @pytest.mark.parametrize(
-    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32]
+    ("zeros", "dtype"),
+    [
+        *((zeros, torch.int64) for zeros in ((), (0, 1), (7, 8), (4,), HOLES)),
+        *((HOLES, dtype) for dtype in (torch.int32, torch.uint8, torch.bool, torch.float32)),
+    ],
 )
-@pytest.mark.parametrize("zeros", [(), (0, 1), (7, 8), (4,), (0, 3, 4, 8)])
 def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
     """What is masked is not read: the text is that of the prompt without it."""
     mask = masked(*zeros, dtype=dtype)
@@ -153,29 +156,16 @@ def test_ids_under_a_mask_are_not_read(lm):
 
 def in_training(dropout=0.3):
     """A model with dropout, in train mode but for one part, whose weights want gradients."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        head_dim=32,
-        attention_dropout=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data *= 4 if parameter.ndim > 1 else 1
-    model.train()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    model = build_model(VOCAB, 0, 3, torch.float32, attention_dropout=dropout, **sizes).train()
     model.model.layers[1].eval()
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("spec", [{}, {"drafter": "prompt-lookup"}])
+@pytest.mark.parametrize(
+    ("checkpointing", "compile", "spec"),
+    pairs([False, True], [False, True], [{}, {"drafter": "prompt-lookup"}]),
+)
 def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(
     checkpointing, compile, spec
 ):
@@ -232,9 +222,13 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("compile", "default"), [(False, torch.float64), (True, torch.bfloat16)])
-@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "model"])
-def test_torchs_default_dtype_changes_no_token(default_dtype, kind, compile, default):
+@pytest.mark.parametrize(
+    ("kind", "compile"),
+    list(zip([*HEADS, "prompt-lookup", "model"], itertools.cycle([False, True]))),
+)
+def test_torchs_default_dtype_changes_no_token(default_dtype, kind, compile):
+    """That no tensor is made without a dtype, tests/test_rooms.py reads in the source."""
+    default = torch.bfloat16 if compile else torch.float64
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
     sampled = given | {"do_sample": True}
     target = Target(in_training().eval().requires_grad_(False))

@@ -136,26 +136,17 @@ def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm
         ([PROMPTS], {"temprature": 1.0}, "'temprature' is not supported; did you mean 'temperat"),
         ([PROMPTS], {"num_assistant_tokens": 3}, "num_assistant_tokens is a setting of transf"),
         ([PROMPTS], {"prompt_lookup_num_tokens": 3}, 'drafter="prompt-lookup"'),
+        (
+            [PROMPTS[:1]],
+            {"past_key_values": DynamicCache()},
+            r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\) i",
+        ),
+        ([PROMPTS[:1]], {"past_key_values": ((1, 2),)}, r"is a tuple, .*Conversation\(\) instead"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_told(lm, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         lm.generate(*arguments, **GREEDY, **options)
-
-
-@pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_of_transformers_is_answered_by_what_to_give_instead(lm, filled):
-    cache = DynamicCache()
-    if filled:
-        lm.target.model(PROMPTS[:1], past_key_values=cache, use_cache=True)
-    message = (
-        r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\)"
-        r" instead"
-    )
-    with pytest.raises(ValueError, match=message):
-        lm.generate(PROMPTS[:1], past_key_values=cache, **GREEDY)
-    with pytest.raises(ValueError, match=r"is a tuple, .*Conversation\(\) instead"):
-        lm.generate(PROMPTS[:1], past_key_values=((1, 2),), **GREEDY)
 
 
 def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_target):

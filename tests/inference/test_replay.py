@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import head_for, padded_batch
+from helpers import head_for, padded_batch, pairs
 
 from headstart.inference import SpeculativeLM, inputs
 from headstart.inference import replay as replay_module
@@ -35,9 +35,7 @@ def drafting_head(target, kind):
     return head_for(target, kind, **options.get(kind, {}))
 
 
-@pytest.mark.parametrize("max_batch_size", [None, 2])
-@pytest.mark.parametrize("tree", TREES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tree", "max_batch_size"), pairs(KINDS, TREES, [None, 2]))
 def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
     target = tiny_target(vocab_size=VOCAB)
     head, texts = drafting_head(target, kind), prompts()

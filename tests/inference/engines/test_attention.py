@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from helpers import check_identity
-from transformers import AutoModelForCausalLM, LlamaConfig
+from helpers import build_model, check_identity, pairs
+from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -81,10 +81,12 @@ def test_a_hook_and_another_thread_see_the_model_as_it_was(tiny_target):
     assert seen == {("sdpa", "sdpa")} and torch.equal(written[1], expected)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("queries", [1, 6, 7, SLOTS - 1, SLOTS])
-def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, groups, queries):
+@pytest.mark.parametrize(
+    ("block", "queries", "shared"),
+    pairs([1, 2, 3, 7, 64], [1, 6, 7, SLOTS - 1, SLOTS], [False, True]),
+)
+def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, queries, shared):
+    heads, groups = (6, 2) if shared else (4, 4)
     monkeypatch.setattr(attention, "BLOCK", block)
     random = torch.Generator().manual_seed(heads + queries)
     query, key, value = (
@@ -102,16 +104,8 @@ def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, grou
 def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
     """Over turns that begin anywhere: kernels on CUDA require that addresses are multiples of 16
     bytes."""
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        **shape,
-        num_attention_heads=8,
-        num_key_value_heads=groups,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    heads = {"num_attention_heads": 8, "num_key_value_heads": groups}
+    target = Target(build_model(64, dtype=torch.bfloat16, **heads))
     offsets, attend = set(), torch.nn.functional.scaled_dot_product_attention
 
     def looked_at(query, key, value, attn_mask=None, *rest, **named):

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from helpers import build_model, build_t5
 
 from headstart.inference import DraftTree, Target
 from headstart.inference.cache.kv_cache import BUCKET
@@ -17,18 +12,6 @@ VOCAB = 31
 
 def tokens(*shape, seed=0):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tiny_mistral(**options):
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-    }
-    return MistralForCausalLM(
-        MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, **options)
-    )
 
 
 def path_to(parents, node):
@@ -77,25 +60,6 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
                 assert torch.allclose(output.features_BNF[row, node], hidden, atol=1e-12)
 
 
-def test_windows_count_positions_and_not_places_in_the_tree():
-    torch.manual_seed(0)
-    target = Target(tiny_mistral(sliding_window=3).double())
-    own = tokens(1, 7)
-    # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
-    parents = (-1, 0, 0, 0, 2, 4, 5, 6)
-    guesses = tokens(1, len(parents), seed=1)
-    tree = DraftTree(guesses, torch.tensor([parents]), torch.tensor([len(parents)]), max_depth=5)
-    cache = target.engine.new_cache(1)
-    with torch.no_grad():
-        target.engine.read_chunk(own, 7, cache, (), [])
-        logits_NV = target.engine.forward_tree(tree, 7, cache, ()).logits_BNV[0]
-        for node in range(len(parents)):
-            text = torch.cat([own[0], guesses[0, path_to(parents, node)]])
-            assert torch.allclose(
-                logits_NV[node], target.model(text[None]).logits[0, -1], atol=1e-12
-            )
-
-
 @pytest.mark.parametrize("layer", [-2, 1, 7])
 def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
     with pytest.raises(
@@ -108,13 +72,11 @@ def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
     ("model", "reason"),
     [
         (
-            lambda: T5ForConditionalGeneration(
-                T5Config(vocab_size=9, d_model=8, num_layers=1, num_heads=1)
-            ),
+            lambda: build_t5(9),
             "encoder-decoder",
         ),
         (
-            lambda: tiny_mistral(attn_implementation="flex_attention"),
+            lambda: build_model(attn_implementation="flex_attention"),
             "attention 'flex_attention', whose CPU kernels",
         ),
     ],
@@ -131,11 +93,13 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason(model
         ("package:json", "holds 0 GGUF files"),
         ("missing.gguf", "no GGUF file at 'missing.gguf'"),
         ("no/such-model", "no target model at 'no/such-model'"),
+        ("nowhere", "no target model at 'nowhere'"),
     ],
 )
 def test_nothing_to_load_is_said(source, message):
-    with pytest.raises(ValueError, match=message):
-        Target.from_pretrained(source)
+    for dtype in ("fastest", "auto", "float32"):
+        with pytest.raises(ValueError, match=message):
+            Target.from_pretrained(source, dtype)
 
 
 def test_a_saved_target_loads_in_the_dtype_that_is_asked_for(target_folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,7 @@ from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 from headstart.inference.targets import dtypes
-from headstart.inference.targets.dtypes import (
-    against_float32,
-    chosen_dtype,
-    dtype_named,
-    fits,
-    own_dtype,
-)
+from headstart.inference.targets.dtypes import chosen_dtype, dtype_named, fits, own_dtype
 from headstart.inference.tuning import machine
 
 CPU, GPU, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
@@ -265,16 +258,3 @@ def test_the_probe_says_which_products_take_longer(monkeypatch):
     monkeypatch.setattr(dtypes.F, "linear", linear)
     assert dtypes._timed(BF16) == pytest.approx(8.5 / 3)
     assert set(seen) == {(dtype, rows) for dtype in (F32, BF16) for rows in (1, 8)}
-
-
-def test_a_dtype_is_measured_once(taken):
-    timed = taken({BF16: 0.5})
-    assert against_float32(BF16) == against_float32(BF16) == 0.5
-    assert timed == [BF16]
-
-
-@pytest.mark.parametrize("name", ["no/such-model", "nowhere"])
-def test_a_target_that_is_not_there_is_told(name, tmp_path):
-    for dtype in ("fastest", "auto", "float32", "float64"):
-        with pytest.raises(ValueError, match=f"no target model at '{Path(name)}'"):
-            Target.from_pretrained(name, dtype)

@@ -3,6 +3,8 @@ chunks and steps."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -150,8 +152,7 @@ def test_a_long_prompt_that_is_read_in_pieces(name, monkeypatch):
         check(oracle(target, prompt, 12), prompt, 12)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "compile"), list(zip(MODELS, itertools.cycle([True, False]))))
 def test_a_generation_does_not_depend_on_those_before_it(name, compile):
     model = build(name)
     lm = SpeculativeLM.from_pretrained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import cleaning
+from helpers import calls_of, cleaning
 
 from headstart.inference import SpeculativeLM
 
@@ -29,9 +29,11 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("cleans", [False, True])
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cleans):
+@pytest.mark.parametrize(
+    ("name", "cleans"),
+    [("as it is", False), ("past answers cut", False), *((name, True) for name in TEMPLATES)],
+)
+def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, monkeypatch, name, cleans):
     target, tokenizer = tiny_target(), tools.build_tokenizer()
     if cleans:
         tokenizer = cleaning(tokenizer)
@@ -44,7 +46,9 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cle
         "pad_token_id": 257,
     }
     chat = lm.chat(tokenizer, "be brief", **settings)
+    read = calls_of(monkeypatch, target.engine, "read_chunk")
     for turn in range(4):
+        read.clear()
         pieces = list(chat.stream(f"message {turn} . ok ?"))
         answer = chat.messages[-1]["content"]
         assert "".join(pieces) == answer and all(pieces)
@@ -54,6 +58,13 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cle
         fresh = target.model.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :]
         assert answer == tokenizer.decode(fresh, skip_special_tokens=True)
     assert len(chat.messages) == 9
+    if name == "as it is":  # the last message and the marks around it are read, nothing again
+        assert sum(chunk.shape[1] for chunk, *_ in read) < 60
+
+
+def test_a_tokenizer_without_a_template_is_refused(tiny_target, tools):
+    with pytest.raises(ValueError, match="no chat template"):
+        SpeculativeLM(tiny_target()).chat(tools.build_tokenizer(None))
 
 
 def test_an_answer_that_is_left_is_not_recorded_and_stop_strings_end_one(tiny_target, tools):
