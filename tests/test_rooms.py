@@ -4,6 +4,7 @@ them all."""
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_imports_run_one_way() -> None:
         )
 
 
+@functools.cache
 def all_arrows() -> dict[str, set[str]]:
     """The modules that each module imports; imports in functions and under TYPE_CHECKING count."""
     arrows: dict[str, set[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -33,8 +34,9 @@ def saved(folder, family, **options):
     return folder
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), list(zip(FAMILIES, itertools.cycle([torch.float32, torch.bfloat16])))
+)
 def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype):
     folder = saved(tmp_path, family, max_shard_size="20KB")
     outer, whole = OuterTarget.load(folder, dtype, "cpu"), Target.load(folder, dtype, "cpu")

@@ -1,5 +1,5 @@
-"""What every row of `HEADS` must keep: it decodes as it was trained, and what it drafts never
-changes the output."""
+"""What every row of `HEADS` must keep: it learns and decodes alike however rows, chunks and
+checkpoints part its work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import check_distribution
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import TopKLogitsWarper
 
 from headstart.heads import (
     HEADS,
@@ -30,10 +28,8 @@ from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import draft_cache, training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.layers.training_time_test import TrainingTimeTest
-from headstart.inference import Target, tree_policy
+from headstart.inference import Target
 from headstart.inference.drafters import model_rows
-from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.trees.verify import point_mass
 
 DEPTH = 3
 WIDTH = 3
@@ -273,26 +269,23 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(
 
 
 @every_head
-@pytest.mark.parametrize("scores", [None, 40])
-def test_recomputing_and_reading_in_chunks_changes_nothing(
-    name, options, scores, tiny_target, monkeypatch
-):
+def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, tiny_target, monkeypatch):
+    """In chunks as where there is no fused kernel."""
     target = tiny_target(vocab_size=7, layers=3)
     head = random_head(name, options, target)
     tokens_BT = torch.randint(7, (2, 13), generator=torch.Generator().manual_seed(5))
     features = features_of(target, head, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
     plain = gradients(head, features)
-    if scores:  # as where there is no fused kernel
-        by_chunks = training_time_test.by_chunks
-        monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", scores)
+    by_chunks = training_time_test.by_chunks
+    monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", 40)
 
-        def in_chunks(
-            query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
-        ) -> Tensor:
-            window = test.first_step_window(len(keys) - 1, query.shape[2])
-            return by_chunks(query, keys, values, test.sequences_BT, window)
+    def in_chunks(
+        query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
+    ) -> Tensor:
+        window = test.first_step_window(len(keys) - 1, query.shape[2])
+        return by_chunks(query, keys, values, test.sequences_BT, window)
 
-        monkeypatch.setattr(training_time_test, "attend_step", in_chunks)
+    monkeypatch.setattr(training_time_test, "attend_step", in_chunks)
     head.recompute = True
     assert_same_step(gradients(head, features), plain, options)
 
@@ -357,7 +350,7 @@ def training_logits(
 
 @torch.no_grad()
 def decoding_logits(
-    head: DraftHead, features: TargetFeatures, commits: list[list[int]], capacity: int = 64
+    head: DraftHead, features: TargetFeatures, commits: list[list[int]], capacity: int
 ) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
     """The same, along the true text, from `observe` and `expand`.
 
@@ -415,9 +408,12 @@ def decoding_logits(
 
 TIME = 22
 SCHEDULES = {
-    "rows part": [[9, 2, 5], [3, 1, 4], [1, 4, 1], [2, 2, 4], [1, 3, 2]],
-    "rows end": [[4, 7, 1], [2, 0, 3], [4, 0, 1], [1, 0, 0], [4, 0, 0], [1, 0, 0]],
+    "rows part": ([[9, 2, 5], [3, 1, 4], [1, 4, 1], [2, 2, 4], [1, 3, 2]], 64),
+    "rows end": ([[4, 7, 1], [2, 0, 3], [4, 0, 1], [1, 0, 0], [4, 0, 0], [1, 0, 0]], 64),
+    "a row ends full": ([[10, 3, 3], [3, 1, 2], [0, 4, 1], [0, 2, 2], [0, 3, 1]], 13),
 }
+"""Tokens that rows commit in each round, and the room in their caches. A row that has ended full
+takes part while others go on, and there is no room after its tokens."""
 
 
 @every_head
@@ -444,34 +440,13 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
     assert depths == set(range(steps if training else head.max_depth))
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     assert largest > 0.3
-    for commits in SCHEDULES.values():
+    for schedule in SCHEDULES.values():
         compared = []
-        for place, logits_V in decoding_logits(head, features, commits):
+        for place, logits_V in decoding_logits(head, features, *schedule):
             if place in trained:
                 compared.append(place)
                 assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
         assert {depth for *_, depth in compared} == depths and len(compared) >= 8 * len(depths)
-
-
-@every_head
-def test_a_row_that_ended_full_leaves_the_others_alone(
-    name: str,
-    options: dict[str, Any],
-    tiny_target: Callable[..., Target],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its state still takes part while others go on, and there is no room left behind its
-    tokens."""
-    target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
-    head = random_head(name, options, target).eval()
-    features = features_of(
-        target, head, torch.randint(11, (2, TIME)), torch.ones(2, TIME, dtype=torch.bool)
-    )
-    trained = training_logits(head, features, monkeypatch)
-    largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
-    commits = [[10, 3], [3, 1], [0, 4], [0, 2], [0, 3]]
-    for place, logits_V in decoding_logits(head, features, commits, capacity=13):
-        assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
 
 
 # Gradients, checkpoints.
@@ -525,7 +500,7 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
         target, head, torch.randint(11, (3, TIME)), torch.ones(3, TIME, dtype=torch.bool)
     )
     drafts, again = (
-        list(decoding_logits(one, features, SCHEDULES["rows part"]))
+        list(decoding_logits(one, features, *SCHEDULES["rows part"]))
         for one in (head, loaded.eval())
     )
     assert all(
@@ -546,27 +521,6 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
     save_file({**saved, "bonus": torch.zeros(1)}, weights)
     with pytest.raises(ValueError, match=r"unknown tensor 'bonus'$"):
         load_head(tmp_path, target.info)
-
-
-# What is drafted never changes the output.
-
-
-@every_head
-def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
-) -> None:
-    """The prefill's draw, and those at every node of two rounds' trees."""
-    target = tiny_target(vocab_size=4, layers=3)
-    head = random_head(name, options, target).eval()
-    drafter = tree_drafter(head, tree_policy("dynamic:4:2:2"), target.modules)
-    for tokens in ([3, 1], [2], [0, 1, 1, 2], [1, 0]):
-        prompts = [torch.tensor(tokens)]
-        records = check_distribution(
-            target, lambda: drafter, point_mass, prompts, 3, [TopKLogitsWarper(2)]
-        )
-        if max(record.accepted for record in records) == 2:
-            return
-    pytest.fail("hardly any draft was accepted, so nothing was shown")
 
 
 # A recording has no state of a text's last token, which the target has not read when an answer

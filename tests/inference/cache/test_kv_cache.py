@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.inference.cache import kv_cache
-from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache, slots_for
+from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache
 
 NODES = 4
 PATHS = [(0, *rest) for rest in product(range(1, NODES), repeat=2) if rest[0] < rest[1]]
@@ -38,9 +38,8 @@ def cache_with_trees(rows):
 
 
 def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
-    cache = TreeCache(
-        [StateShape(3, 4, torch.float32, torch.device("cpu"))] * 4, 1, torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    cache = TreeCache([StateShape(3, 4, torch.float32, cpu)] * 4, 1, cpu)
     random = torch.Generator().manual_seed(0)
     written = []
     for length in (5, BUCKET - 6, 4, 1):
@@ -79,12 +78,6 @@ def test_the_free_memory_of_a_system_other_than_linux(monkeypatch, tmp_path):
     assert 0 < kv_cache._free_host_memory() < math.inf
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert kv_cache._free_host_memory() == math.inf
-
-
-def test_a_capacity_that_doubles_is_the_least_power_of_two():
-    buckets = [slots_for(tokens, "buckets") for tokens in (300, 800, 1100)]
-    assert buckets == [512, 1024, 1280]
-    assert [slots_for(tokens, "doubling") for tokens in (300, 800, 1100)] == [1024, 1024, 2048]
 
 
 def test_selecting_rows_copies_no_more_than_a_layer_at_once():

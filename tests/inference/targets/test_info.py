@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import transformers as tf
 
@@ -34,20 +35,6 @@ def llama(**options: Any) -> tf.LlamaForCausalLM:
     return tf.LlamaForCausalLM(config)
 
 
-def granite_hybrid(kinds: list[str]) -> Any:
-    """A tiny Granite 4, whose class is stateful whatever its layers are."""
-    state = {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-        "mamba_n_groups": 1,
-    }
-    experts = {"num_local_experts": 0, "shared_intermediate_size": 48}
-    config = tf.GraniteMoeHybridConfig(**SMALL, **state, **experts, layer_types=kinds)
-    return tf.GraniteMoeHybridForCausalLM(config)
-
-
 @pytest.mark.parametrize(
     ("rope", "found"),
     [
@@ -70,29 +57,18 @@ def test_the_rotary_embedding_is_that_of_full_attention(rope: Any, found: dict[s
 def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
     assert layer_fact(SimpleNamespace(intermediate_size=[24, 48]), "intermediate_size") == 24
     assert layer_fact(SimpleNamespace(), "intermediate_size") is None
-    if not hasattr(tf, "Gemma4ForCausalLM"):
+    if "gemma4_text" not in tiny_models.causal_types():
         pytest.skip("this version of transformers has no Gemma 4")
-    kinds = ["sliding_attention", "full_attention"] * 2
-    given = {
-        **SMALL,
-        "layer_types": kinds,
-        "sliding_window": 8,
-        "head_dim": 8,
-        "global_head_dim": 16,
-    }
-    gemma = tf.Gemma4ForCausalLM(
-        tf.Gemma4TextConfig(**given, vocab_size_per_layer_input=40, num_kv_shared_layers=0)
-    )
-    assert Target(gemma).info.head_dim == 8
+    gemma = tiny_models.tiny_model("gemma4_text", 1.0)
+    assert Target(gemma).info.head_dim == tiny_models.HEAD
 
 
 def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class() -> None:
-    attention = granite_hybrid(["full_attention"] * 4)
+    attention = tiny_models.tiny_model("granitemoehybrid@attention-only", 1.0)
     assert attention._is_stateful
     assert not keeps_states(attention)
     assert Target(attention).attention_kinds == ("full_attention",)
-    mixed = granite_hybrid(["linear_attention", "full_attention"] * 2)
-    assert keeps_states(mixed)
+    assert keeps_states(tiny_models.tiny_model("granitemoehybrid", 1.0))
 
 
 def test_a_window_over_all_positions_is_none() -> None:
@@ -129,15 +105,7 @@ def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
 def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache() -> None:
     """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in
     GPT-BigCode."""
-    config = tf.GPTNeoConfig(
-        vocab_size=40,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global"], 2]],
-        window_size=8,
-    )
-    neo = Target(tf.GPTNeoForCausalLM(config))
+    neo = Target(tiny_models.tiny_model("gpt_neo@global", 1.0))
     assert "places in the cache" in neo.counted
     assert neo.engine.chains_only
     model = llama()

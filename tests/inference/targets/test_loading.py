@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from helpers import build_model, check_identity
 from loopback_hub import Hub
+from tiny_models import tiny_model
 
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.targets.dtypes import fits
@@ -50,40 +50,11 @@ def test_what_is_not_in_the_cache_has_no_commit(hub: Hub) -> None:
     assert downloaded_commit("me/other") is None
 
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 16,
-    "head_dim": 8,
-}
-
-
 @pytest.fixture(scope="module")
 def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Mistral 3, which transformers' causal mapping does not have."""
-    text = tf.MistralConfig(**SMALL, head_dim=8, sliding_window=None)
-    config = tf.Mistral3Config(
-        text_config=text,
-        vision_config=tf.PixtralVisionConfig(**VISION),
-        image_token_id=5,
-        spatial_merge_size=1,
-    )
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("pixtral")
-    tf.Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    tiny_model("mistral3", 3.0).float().save_pretrained(folder)
     return folder
 
 
@@ -95,7 +66,7 @@ def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(
         pixtral, dtype=dtype, device_map="cpu", drafter="prompt-lookup"
     )
     assert type(lm.target.model).__name__ == "Mistral3ForConditionalGeneration"
-    prompt = torch.tensor([7, 8, 9, 7, 8, 9, 7])
+    prompt = torch.tensor([17, 18, 19, 17, 18, 19, 17])
     check_identity(lm, [prompt], max_new_tokens=12, eos_token_id=[])
 
 

@@ -9,31 +9,16 @@ import json
 import pytest
 import torch
 import transformers as tf
-from helpers import check_identity, head_for
+from helpers import build_model, check_identity, head_for
 from safetensors.torch import load_file, save_file
 
 from headstart.inference import SpeculativeLM, Target
 
-CONFIG = {
-    "vocab_size": 60,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
 
 @pytest.fixture
 def folder(tmp_path):
-    torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**CONFIG))
-    for parameter in model.parameters():
-        parameter.data *= 4 if parameter.ndim > 1 else 1
-    model.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    build_model(60, dtype=torch.float32, **sizes).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
