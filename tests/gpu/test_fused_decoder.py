@@ -49,11 +49,7 @@ FAMILIES = {
     ),
     "qwen3, norms": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
 }
-DTYPES = (
-    (torch.float32, torch.bfloat16, torch.float16)
-    if DEVICE == "cuda"
-    else (torch.float32, torch.float64)
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 TREES = ("chain:3", "dynamic:20:5:4")
 
 

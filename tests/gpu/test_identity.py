@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from helpers import VOCAB, EachRound, head_for
+from helpers import VOCAB, EachRound, head_for, pairs
 
 from headstart.inference import SpeculativeLM, Target
 
@@ -92,9 +92,11 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, 
         assert found.stats.acceptance_length == expected.stats.acceptance_length
 
 
-@pytest.mark.parametrize("inputs_on_cpu", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("tree", ["dynamic:8:3:2", "drawn:chain:2"])
+@pytest.mark.parametrize(
+    ("name", "tree", "inputs_on_cpu", "mode"),
+    pairs(SETTINGS, ["dynamic:8:3:2", "drawn:chain:2"], [False, True], [False, True]),
+    indirect=["mode"],
+)
 def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
     here, away = both(on_cpu, there, mode, "medusa", tree=tree, adaptive=False)
     expected = text(here, PADDED, **SETTINGS[name]).sequences

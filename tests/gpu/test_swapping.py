@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import head_for
+from helpers import head_for, pairs
 
 from headstart.addons.record import record
 from headstart.files import text_shards
@@ -126,9 +126,9 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
     there.compile(False)
 
 
-@pytest.mark.parametrize("slots", [None, 2])
-@pytest.mark.parametrize("mode", [False, True])
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "mode", "slots"), pairs(["medusa", "eagle3"], [False, True], [None, 2])
+)
 def test_recorded_states_are_those_of_the_cpu(
     on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots
 ):

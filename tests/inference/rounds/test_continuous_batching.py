@@ -18,8 +18,7 @@ def prompts(count):
     return [torch.randint(VOCAB, (2 + 5 * i % 11,), generator=random) for i in range(count)]
 
 
-@pytest.mark.parametrize("slots", [1, 4, 20])
-@pytest.mark.parametrize("apart", [1, 64])
+@pytest.mark.parametrize(("slots", "apart"), [(1, 64), (4, 1), (4, 64), (20, 1)])
 def test_places_do_not_stay_empty_while_a_prompt_waits(target, monkeypatch, slots, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
     rows = prompts(11)
