@@ -281,13 +281,14 @@ class ModelRows:
 
     def _keep(self, pairs: PrefillChunk, most: int) -> None:
         """Keep the pairs of a round, up to `most` of a row, to be read later."""
+        if pairs.tokens_BT.shape[1] > most:  # drafts of others, of which some were rejected
+            pairs = pairs.of((slice(None), slice(most)), pairs.lengths_B.clamp(max=most))
         if most == 1:
             self.progress.steps.append(pairs)
         else:
             # Rows with different numbers of tokens: a chunk, after the steps so far.
             self._join_steps()
-            first = (slice(None), slice(most))
-            self.progress.chunks.append(pairs.of(first, pairs.lengths_B.clamp(max=most)))
+            self.progress.chunks.append(pairs)
         if self.progress.pending > PENDING_TOKENS:
             self.catch_up()
 
