@@ -3,6 +3,7 @@ are still to come."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ from torch import Tensor
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import adaptive
 from headstart.inference.drafters.adaptive import AdaptiveDrafter, AnswerLengths
+from headstart.inference.drafters.base import PrefillChunk
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.model_rows import ModelRows
 from headstart.inference.drafters.next_step import Choice
+from headstart.inference.drafters.round import Round, Verdict
+from headstart.inference.trees.tree import DraftTree
+from headstart.inference.trees.tree_spec import TreeShape
 from headstart.inference.tuning.round_costs import RoundCosts
 
 VOCAB = 20
@@ -33,6 +38,30 @@ def test_how_long_answers_are_is_learned() -> None:
     for _ in range(5):
         cut.add(64, 64)
     assert cut.expected(256) == 256, "answers that were cut tell nothing of their ends"
+
+
+def test_of_rejected_drafts_nothing_is_read_later() -> None:
+    """Another drafter drafted two tokens in each of three rounds, and none was accepted."""
+    read: list[list[int]] = []
+
+    def observe(state: Any, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> Any:
+        read.append(tokens_BA[0, : int(lengths_B)].tolist())
+        return state
+
+    rows = ModelRows(SimpleNamespace(reads_from_start=False, observe=observe), None)
+    rows.read_when_needed()
+    nothing_BTF = torch.zeros(1, 3, 0)
+    text_1T = torch.tensor([[1, 2, 3, 4]])
+    rows.prefill(PrefillChunk(text_1T[:, :3], text_1T[:, 1:], nothing_BTF, torch.tensor([3])))
+    for root in (4, 5, 6):
+        tree = DraftTree.of_shape(TreeShape.chain(2), torch.tensor([[root, 8, 9]]))
+        one_1 = torch.tensor([1])
+        emitted_1A = torch.tensor([[root + 1, 9, 9]])
+        path_1A = torch.tensor([[0, 1, 2]])
+        verdict = Verdict(path_1A, one_1, one_1 + root, emitted_1A, nothing_BTF, one_1 < 0)
+        rows.observe(Round(tree, tree, None, None, verdict, None, tokens=[[root + 1]]))
+    rows.catch_up()
+    assert read == [[2, 3, 4], [5, 6], [7]]
 
 
 # The engine, with a clock of the test's own.
