@@ -76,7 +76,7 @@ def drafting_for(
     lossy: bool,
     head: DraftHead | None,
 ) -> Drafting:
-    """What a decoder drafts with, by a head or by the source alone.
+    """A decoder's drafter and rule, by a head or by the source alone.
 
     The arguments are those of `SpeculativeLM.from_pretrained`; `compiled` heads run in the target's
     engine.

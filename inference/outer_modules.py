@@ -402,7 +402,7 @@ class OuterTarget(Target):
         )
 
     def fingerprint(self) -> str | None:
-        """What a loaded model's would be; None where the files do not tell."""
+        """The loaded model's fingerprint; None where the files do not tell it."""
         return self._fingerprint
 
     def _read_fingerprint(self) -> str | None:

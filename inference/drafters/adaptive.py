@@ -183,7 +183,7 @@ class AdaptiveDrafter(BatchDrafter):
         return drafter.propose(roots_B)
 
     def _drafter_of(self, choice: Choice) -> BatchDrafter:
-        """What makes the trees of a step."""
+        """The drafter of a step: one of the trees, or none."""
         if self.plain and choice.candidate == 0:
             return NoDraft("slower")
         return self.trees[choice.candidate - self.plain]

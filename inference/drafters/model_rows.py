@@ -277,7 +277,7 @@ class ModelRows:
 
     def _drafted(self, finished: Round) -> bool:
         """Whether a round's drafts may be the model's: before it drafts, it reads what waits."""
-        return finished.drafted and self.progress.pending == 0
+        return finished.drafted and not (self.progress.chunks or self.progress.steps)
 
     def _keep(self, pairs: PrefillChunk, most: int) -> None:
         """Keep the pairs of a round, up to `most` of a row, to be read later."""
@@ -349,7 +349,7 @@ class ModelRows:
     def catch_up(self) -> ModelState:
         """The model's state after it has read everything that is pending, or its last part."""
         # 1. Leave out what the model's window would not see.
-        if self.progress.pending:
+        if self.progress.chunks:
             self._skip()
         # 2. The prompts, then the steps, in the order of the text.
         chunks = self.progress.chunks
