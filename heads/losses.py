@@ -32,7 +32,7 @@ T its tokens: the draft vocabulary, or the most likely ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -251,7 +251,7 @@ def draft_loss(
     #    a draft position needs those of 3 states on average.
     draft_vocab_size = max(len(weight_VD) for weight_VD in lm_heads)
     target_logits = objective.target_logits(len(modules.lm_head.weight), draft_vocab_size)
-    target = TargetDistribution.of(features, vocabulary_V, objective) if target_logits else None
+    target = target_distribution(features, vocabulary_V, objective) if target_logits else None
     size = positions_at_once(device, max(target_logits * positions.judged_by, draft_vocab_size))
 
     # 3. Loss and gradients, chunk by chunk and depth by depth.
@@ -409,7 +409,7 @@ def _truths(
     positions: DraftPositions,
     features: TargetFeatures,
     vocabulary_V: Tensor | None,
-    target: TargetDistribution | None,
+    target: Callable[[Tensor], TargetProbs] | None,
     objective: Objective,
 ) -> list[Truth]:
     """The truth at a chunk of positions, by depth."""
@@ -428,7 +428,7 @@ def _truths(
     probs_by_depth: list[TargetProbs | None] = [None] * len(chunk)
     if target is not None:
         judging_U, indices_by_depth = _judging(positions, rows)
-        probs_U = target.at(judging_U)
+        probs_U = target(judging_U)
         probs_by_depth = [probs_U.at(index_N) for index_N in indices_by_depth]
 
     # 3. One `Truth` for each depth.
@@ -495,50 +495,35 @@ def _depth_weights(
     return reach_NK.flip(-1).cumsum(-1).flip(-1) * valid_NK
 
 
-@dataclass(frozen=True)
-class TargetDistribution:
-    """The target's distribution at positions of a batch, from its states after the final norm."""
-
-    modules: TargetModules
-    states_SD: Tensor
-    weight_VD: Tensor
-    """Rows of the LM head whose logits are computed."""
-    bias_V: Tensor | None
-    vocabulary_V: Tensor | None
-    """Which of those are the draft vocabulary; None for all."""
-    objective: Objective
-
-    @classmethod
-    def of(
-        cls, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective
-    ) -> TargetDistribution:
-        """The distribution for the losses of an objective."""
-        modules = features.modules
-        weight_VD: Tensor = modules.lm_head.weight.detach()
-        bias_V: Tensor | None = modules.lm_head.bias
-        # Without the mass of the draft vocabulary, logits outside of it are not needed: take its
-        # rows of the LM head.
-        if vocabulary_V is not None and not objective.needs_mass:
-            weight_VD = weight_VD[vocabulary_V]
-            bias_V = None if bias_V is None else bias_V[vocabulary_V]
-            vocabulary_V = None
-        states_SD = features.last_BTD.flatten(0, 1)
-        return cls(modules, states_SD, weight_VD, bias_V, vocabulary_V, objective)
+def target_distribution(
+    features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective
+) -> Callable[[Tensor], TargetProbs]:
+    """The target's distribution at some states [U] of a batch, as an objective's losses need it."""
+    modules = features.modules
+    states_SD = features.last_BTD.flatten(0, 1)
+    weight_VD: Tensor = modules.lm_head.weight.detach()
+    bias_V: Tensor | None = modules.lm_head.bias
+    # Without the mass of the draft vocabulary, logits outside of it are not needed: take its rows
+    # of the LM head.
+    if vocabulary_V is not None and not objective.needs_mass:
+        weight_VD = weight_VD[vocabulary_V]
+        bias_V = None if bias_V is None else bias_V[vocabulary_V]
+        vocabulary_V = None
 
     @torch.no_grad()
-    def at(self, rows_U: Tensor) -> TargetProbs:
-        """Probabilities at some of the states, for all depths."""
-        # Logits of the whole vocabulary if the losses need the mass.
-        states_UD = self.states_SD[rows_U].to(self.weight_VD.dtype)
-        logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
-        return probabilities(logits_UV, self.vocabulary_V, self.objective)
+    def at(rows_U: Tensor) -> TargetProbs:
+        states_UD = states_SD[rows_U].to(weight_VD.dtype)
+        logits_UV = modules.logits(states_UD, weight_VD, bias_V)
+        return probabilities(logits_UV, vocabulary_V, objective)
+
+    return at
 
 
 @fused_on_gpu
 def probabilities(
     logits_UV: Tensor, vocabulary_V: Tensor | None, objective: Objective
 ) -> TargetProbs:
-    """The target's probabilities from its logits, as `TargetDistribution` computes them."""
+    """The target's probabilities from its logits: those of all tokens if losses need the mass."""
     # 1. The sum over all tokens, if the losses need the mass.
     all_U1 = None
     if objective.needs_mass:

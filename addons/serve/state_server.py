@@ -36,10 +36,6 @@ SHOWN = 300
 """Characters of a server's error that are shown."""
 
 
-class Refused(ValueError):
-    """The server refuses a request, and would refuse it again."""
-
-
 @dataclass
 class StateServer(StateSource):
     """A running vLLM that serves the target."""
@@ -72,7 +68,7 @@ class StateServer(StateSource):
         if not isinstance(served, list) or not all(
             isinstance(model, dict) and isinstance(model.get("id"), str) for model in served
         ):
-            raise Refused(f"{self.where} answers /models without a list of its models")
+            raise ValueError(f"{self.where} answers /models without a list of its models")
         names = {model["id"]: Path(str(model.get("root") or model["id"])).name for model in served}
         shown = ", ".join(map(repr, names))[:SHOWN]
         if self.model is None:
@@ -160,7 +156,7 @@ class StateServer(StateSource):
         parameters = reply.get("kv_transfer_params")
         named = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
         if not isinstance(named, str) or not named:
-            raise Refused(
+            raise ValueError(
                 f"{self.where} answers without states: start it with --speculative-config of the"
                 " method extract_hidden_states and a --kv-transfer-config that writes them"
                 " (docs/training.md)"
@@ -168,24 +164,24 @@ class StateServer(StateSource):
         name = Path(named).name
         # hs_NUMBER.safetensors is a file of `features.from_server`, which is nobody's to remove
         if not name.endswith(".safetensors") or "\0" in name or NAME.fullmatch(name):
-            raise Refused(
+            raise ValueError(
                 f"{self.where} names {named[:SHOWN]!r} as the file of its states, which vLLM's"
                 " connector does not write"
             )
         path = self.folder / name
         if not wait_until_written(path, self.seconds) or not path.exists():
-            raise Refused(
+            raise ValueError(
                 f"{self.where} wrote states to {named[:SHOWN]!r}, which this machine does not see"
                 f" at {path}: share that folder, and name it by features.server_folder as it is"
                 " here"
             )
         if path.is_symlink():
-            raise Refused(f"{path} is a link, which vLLM's connector does not write")
+            raise ValueError(f"{path} is a link, which vLLM's connector does not write")
         read_T, states_TLD = self.given.read(path)
         longest = len(tokens_T) + request["max_tokens"]
         asked_for = torch.equal(read_T[: len(tokens_T)], tokens_T) and len(read_T) <= longest
         if not asked_for:
-            raise Refused(f"{self.where} gave the states of other tokens than it was asked for")
+            raise ValueError(f"{self.where} gave the states of other tokens than it was asked for")
         path.unlink()
         Path(f"{path}.lock").unlink(missing_ok=True)
         return reply, states_TLD
@@ -198,7 +194,7 @@ class StateServer(StateSource):
             or not 0 < len(tokens) <= most
             or not all(type(token) is int and 0 <= token < vocab_size for token in tokens)
         ):
-            raise Refused(
+            raise ValueError(
                 f"{self.where} answers with token_ids {str(tokens)[:SHOWN]!r}, not with up to"
                 f" {most} of the target's {vocab_size} tokens"
             )
@@ -210,13 +206,13 @@ class StateServer(StateSource):
         values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         value = values[0] if isinstance(values, list) and values else None
         if not isinstance(value, int | float) or not abs(value) < LARGEST:
-            raise Refused(f"{self.where} answers with log-probabilities {str(values)[:SHOWN]!r}")
+            raise ValueError(f"{self.where} answers with log-probabilities {str(values)[:SHOWN]!r}")
         return float(value)
 
     def _choice(self, reply: dict[str, Any]) -> dict[str, Any]:
         choices = reply.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-            raise Refused(f"{self.where} answers without choices: {str(reply)[:SHOWN]!r}")
+            raise ValueError(f"{self.where} answers without choices: {str(reply)[:SHOWN]!r}")
         return choices[0]
 
     def _repeated(self, work: Callable[[], Any]) -> Any:
@@ -228,9 +224,9 @@ class StateServer(StateSource):
             except ServerError as error:
                 told = error.told[:SHOWN]
                 if error.answered:
-                    raise Refused(f"{self.where}: {told}") from None
+                    raise ValueError(f"{self.where}: {told}") from None
                 if not error.may_pass:
-                    raise Refused(
+                    raise ValueError(
                         f"{self.where} refuses a request ({error.status}): {told!r}"
                     ) from None
                 failure = told if error.status is None else f"{error.status} {told!r}"

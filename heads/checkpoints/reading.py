@@ -61,9 +61,9 @@ class Keys(ChainMap[str, Any]):
         table: dict[str, Key],
         config: dict[str, Any],
         where: str,
-        tensors: Collection[str] = (),
-        inherited: Mapping[str, Any] | None = None,
-        unread: dict[str, Any] | None = None,
+        tensors: Collection[str],
+        inherited: Mapping[str, Any],
+        unread: dict[str, Any],
     ) -> None:
         # Lookups go to the config first, then to the table's defaults.
         super().__init__(config, {name: key.default for name, key in table.items()})
@@ -72,9 +72,7 @@ class Keys(ChainMap[str, Any]):
         self.where = where
 
         # 1. Keys that the table does not have.
-        aside = unknown_keys(table, config, where, tensors, inherited or {})
-        if unread is not None:
-            unread.update(aside)
+        unread.update(unknown_keys(table, config, where, tensors, inherited))
 
         # 2. Values of those that it has: there, allowed, and of the right kind.
         for name, key in table.items():
