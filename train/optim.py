@@ -176,18 +176,13 @@ def apply_settings(schedule: LRScheduler, settings: list[dict[str, Any]]) -> Non
     They are the same, unless the run resumes with others.
     """
     groups = schedule.optimizer.param_groups
-    schedule.base_lrs = [options["initial_lr"] for options in settings]
-    for group, options in zip(groups, settings, strict=True):
-        group.update(options)
-    # The schedule has computed the rates of this step from the checkpoint's options.
     shapes: Any = schedule  # a LambdaLR, as all of transformers' schedules are
-    rates = [
-        base * shape(schedule.last_epoch)
-        for base, shape in zip(schedule.base_lrs, shapes.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
+    for group, options, shape in zip(groups, settings, shapes.lr_lambdas, strict=True):
+        group.update(options)
+        # The schedule has computed the rate of this step from the checkpoint's options.
+        group["lr"] = group["initial_lr"] * shape(schedule.last_epoch)
+    schedule.base_lrs = [group["initial_lr"] for group in groups]
+    schedule._last_lr = [group["lr"] for group in groups]
 
 
 TABLES = ("lm_head", "embed", "markov_w")
