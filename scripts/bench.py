@@ -80,8 +80,9 @@ class ComparedPrompt:
     are."""
 
 
-Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
-"""Answers a prompt [1, time]: the whole sequence and, of this package's sides, the statistics."""
+Answer = Callable[[str, "Tensor"], "tuple[Tensor, Stats | None]"]
+"""Answers a prompt [1, time] on a side: the whole sequence and, of this package's sides, the
+statistics."""
 
 
 def main(arguments: list[str]) -> None:
@@ -119,7 +120,7 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
     compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
     stopped = False
     try:
-        _compare(fast, encoded, _sides(fast, config), compared)
+        _compare(fast, encoded, _answering(fast, config), compared)
     except KeyboardInterrupt:
         if not any(compared.values()):
             raise
@@ -157,8 +158,8 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
     return report
 
 
-def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
-    """Return what answers a prompt on each side; all three share the target's weights."""
+def _answering(fast: SpeculativeLM, config: BenchConfig) -> Answer:
+    """Return what answers a prompt on a side; all three share the target's weights."""
     import torch
 
     from headstart.inference import SpeculativeLM
@@ -171,26 +172,21 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate samples with the global generator
 
-    def by_generate(input_ids: Tensor) -> tuple[Tensor, None]:
+    def answer(side: str, input_ids: Tensor) -> tuple[Tensor, Stats | None]:
         mask = torch.ones_like(input_ids)
-        return target.model.generate(input_ids, attention_mask=mask, **settings, **more), None
-
-    def by_headstart(lm: SpeculativeLM, input_ids: Tensor) -> tuple[Tensor, Stats]:
-        mask = torch.ones_like(input_ids)
+        if side == "generate":
+            return target.model.generate(input_ids, attention_mask=mask, **settings, **more), None
+        lm = fast if side == "speculative" else plain
         output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
         return output.sequences, output.stats
 
-    return {
-        "generate": by_generate,
-        "plain": lambda input_ids: by_headstart(plain, input_ids),
-        "speculative": lambda input_ids: by_headstart(fast, input_ids),
-    }
+    return answer
 
 
 def _compare(
     fast: SpeculativeLM,
     encoded: dict[str, list[Tensor]],
-    sides: dict[str, Side],
+    answer: Answer,
     compared: dict[str, list[ComparedPrompt]],
 ) -> None:
     """Answer the prompts and add each to `compared`.
@@ -210,15 +206,15 @@ def _compare(
         vocabulary_D = heads[0].target_tokens(ids_D)
     log.info("each side answers the first prompt once, to be warm")
     first = next(iter(encoded.values()))[0]
-    for side in sides.values():
-        side(first)
+    for side in SIDES:
+        answer(side, first)
     fast.forget()  # its answer would be drafted from the one that it has just given
     with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar:
         for path, prompts in encoded.items():
             for number, input_ids in enumerate(prompts):
                 # Each side is the first, the second and the last equally often.
                 order = turns(SIDES, number)
-                row = _compare_one(fast.target, vocabulary_D, input_ids, sides, order)
+                row = _compare_one(fast.target, vocabulary_D, input_ids, answer, order)
                 compared[path].append(row)
                 bar.update(bar.done + 1, Path(path).name)
 
@@ -227,7 +223,7 @@ def _compare_one(
     target: Target,
     vocabulary_D: Tensor | None,
     input_ids: Tensor,
-    sides: dict[str, Side],
+    answer: Answer,
     order: list[str],
 ) -> ComparedPrompt:
     """Answer one prompt by all sides, in some order, and compare the answers."""
@@ -241,7 +237,7 @@ def _compare_one(
     for name in order:
         # `now` waits for a GPU's work.
         start = now(target.device)
-        outputs[name] = sides[name](input_ids)
+        outputs[name] = answer(name, input_ids)
         seconds[name] = now(target.device) - start
     prompt_length = answer_begin(target, input_ids)
     sequences, stats = outputs["speculative"]
