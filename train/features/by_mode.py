@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -186,7 +187,10 @@ def import_states(
         for (tokens_T, _), (states_TLD, _) in zip(sequences, source.many(sequences), strict=True):
             cache.add(key_of(tokens_T), normed(source, target, states_TLD))
 
-    batches = [lacking[begin : begin + IMPORTED] for begin in range(0, len(lacking), IMPORTED)]
+    # Few sequences are divided among the processes, too.
+    share = math.ceil(len(lacking) / accelerator.num_processes)
+    size = max(1, min(IMPORTED, share))
+    batches = [lacking[begin : begin + size] for begin in range(0, len(lacking), size)]
     fill_in_turns(
         accelerator,
         cache,
