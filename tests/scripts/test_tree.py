@@ -290,8 +290,9 @@ def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_he
 
 def test_sampling_is_calibrated_too(config, head):
     torch.manual_seed(0)
-    calibrate(changed(config, temperature=1.0, nodes=4))
-    assert tree_policy(load_head(head)[1].tree).size == 4
+    policy = calibrate(changed(config, temperature=1.0, nodes=4))
+    # which of those that are as large at most, the clock decides
+    assert policy == tree_policy(load_head(head)[1].tree) and 2 <= policy.size <= 4
 
 
 def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):

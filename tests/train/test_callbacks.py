@@ -3,7 +3,6 @@ reported."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import last_weights, launched, log_of, same_tensors, write_config
+from runs import last_weights, launched, log_of, same_tensors
 
 import headstart.train
 from headstart.stopping import StopFlag
@@ -23,12 +22,20 @@ from headstart.train.loop import Callbacks
 ROOT = Path(__file__).parents[2]
 
 
+OFTEN = {"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background": False}
+
+
 @pytest.fixture
-def judged(short, changed):
+def judged(run_options, changed, tmp_path):
     """A run with an evaluation and checkpoints in its middle."""
-    return changed(
-        short, loop={"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background": False}
-    )
+    return changed(run_options(tmp_path / "run", 12), loop=OFTEN)
+
+
+@pytest.fixture(scope="module")
+def whole(run_options, changed, tmp_path_factory):
+    """The weights of that run, to which nothing happened."""
+    folder = tmp_path_factory.mktemp("whole")
+    return last_weights(train(changed(run_options(folder, 12), loop=OFTEN)))
 
 
 class Recorder(Callback):
@@ -79,11 +86,16 @@ def test_callbacks_are_called_in_order_with_what_is_logged(judged):
     assert seen.calls[-1][2] == folder
 
 
-@pytest.mark.parametrize("method", ["on_step", "on_evaluation", "on_save", "on_end"])
-@pytest.mark.parametrize("error", [KeyError("a mistake"), Stopped("enough")])
-def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, method, error):
-    whole = last_weights(train(dataclasses.replace(judged, output=judged.output + "-whole")))
-
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("on_step", KeyError("a mistake")),
+        ("on_evaluation", Stopped("enough")),
+        ("on_save", KeyError("a mistake")),
+        ("on_end", Stopped("enough")),
+    ],
+)
+def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, whole, method, error):
     class Broken(Callback):
         steps = ()
 
@@ -105,43 +117,6 @@ def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, met
         assert stopped < 12 and not (Path(judged.output) / "last").exists()
     weights = last_weights(train(judged))
     assert same_tensors(weights, whole)
-
-
-TWO = """
-import sys
-from headstart.scripts.command_line import options
-from headstart.train import Callback, TrainConfig, show_on_console, train
-
-class Broken(Callback):
-    def on_step(self, progress, row):
-        if progress.step == 4:
-            raise KeyError("in the main process alone")
-
-show_on_console()
-callbacks = [Broken()] if sys.argv.pop() == "broken" else []
-train(options(TrainConfig, "train", "", sys.argv[1:]), callbacks=callbacks)
-"""
-
-
-def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
-    judged, changed, tmp_path
-):
-    config = changed(judged, loop={"tracker": "tensorboard"})
-    script = tmp_path / "two.py"
-    script.write_text(TWO)
-    given = write_config(config, tmp_path / "two.yaml")
-    first = launched(script, "--config", given, "broken")
-    assert first.returncode != 0 and "KeyError: 'in the main process alone'" in first.stderr
-    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == [
-        "step-00000005"
-    ]  # the others are told at a step's end
-    second = launched(script, "--config", given, "whole")
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.count("step 5 of 12") == 1  # one process reports
-    assert (Path(config.output) / "last").is_dir()
-    rows = log_of(config.output)
-    memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
-    assert all(len(both) == 2 and both[0] != both[1] for both in memory)
 
 
 def shown(number, config):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from runs import log_of, write_config
 
+from headstart.train import loop
 from headstart.train.config import FeaturesConfig
 from headstart.train.loop import train
 
@@ -111,26 +112,34 @@ def test_two_machines_have_the_losses_of_one_process(
         assert own == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.parametrize("what", ["output", "features.folder"])
-def test_a_folder_that_the_machines_do_not_share_is_refused_at_the_start(options, tmp_path, what):
+def test_a_folder_that_the_machines_do_not_share_is_refused_at_the_start(
+    options, tmp_path, monkeypatch
+):
     configs = []
     for machine in ("a", "b"):
-        if what == "output":
-            configs.append(dataclasses.replace(options, output=str(tmp_path / machine / "run")))
-        else:
-            features = FeaturesConfig(mode="cached", folder=str(tmp_path / machine / "states"))
-            configs.append(
-                dataclasses.replace(options, output=str(tmp_path / "run"), features=features)
-            )
+        features = FeaturesConfig(mode="cached", folder=str(tmp_path / machine / "states"))
+        configs.append(
+            dataclasses.replace(options, output=str(tmp_path / "run"), features=features)
+        )
     status, said = on_two_machines(configs, "two-nodes", 2)
     assert status == [2, 2]
-    place = tmp_path / "b" / ("run" if what == "output" else "states")
     words = (
-        f"error: {what} must be a folder that all machines share: process 1 on"
-        f" {socket.gethostname()} ({place})"
+        "error: features.folder must be a folder that all machines share: process 1 on"
+        f" {socket.gethostname()} ({tmp_path / 'b' / 'states'})"
     )
     assert all(words in each and "Traceback" not in each for each in said), said
     assert not list(tmp_path.rglob(".seen-by-all-*")) and not list(tmp_path.rglob("config.yaml"))
+    # The run's own folder is looked at in the same way.
+    looked_at = []
+    monkeypatch.setattr(
+        loop, "require_shared", lambda _, folder, option: looked_at.append((str(folder), option))
+    )
+    config = dataclasses.replace(configs[0], loop=dataclasses.replace(options.loop, max_steps=1))
+    train(config)
+    assert looked_at == [
+        (config.output, "output"),
+        (config.features.folder, "features.folder"),
+    ]
 
 
 def test_the_job_script_starts_the_machines_with_what_they_need(tmp_path):

@@ -131,27 +131,6 @@ def test_each_answer_is_trained_on_as_it_was_generated(name: str, shape: str, fo
     assert found == expected
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_rows_of_tokens_and_rows_of_text_give_the_same_sequences(name: str) -> None:
-    family = FAMILIES[name]
-    tokenizer = tokenizer_of(family)
-    ends = end_tokens(family, tokenizer)
-    messages, (text,) = messages_of(family, SHAPES["one turn"], "apart")
-    prompt = prompt_ids(tokenizer, messages[:-1], template_kwargs=family.variables)[0].tolist()
-    answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-    row = {
-        "input_ids": prompt + answer,
-        "loss_mask": [0] * len(prompt) + [1] * len(answer),
-        "messages": messages,
-    }
-    (own,) = encode(row, tokenizer, ends, 10_000)
-    (rendered,) = encode(
-        {"messages": messages}, tokenizer, ends, 10_000, template_kwargs=family.variables
-    )
-    assert rendered.tokens[: len(own.tokens)] == own.tokens
-    assert rendered.loss_mask == own.loss_mask + [False] * (len(rendered.tokens) - len(own.tokens))
-
-
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.prefilled])
 def test_an_answer_without_reasoning_after_a_prompt_that_opened_it_is_refused(name: str) -> None:
     family = FAMILIES[name]
