@@ -159,14 +159,9 @@ def test_what_the_draft_vocabulary_lacks_is_counted_and_named(
         )
 
 
-# of two tokens one round drafts nothing, and has no rates
-@pytest.mark.parametrize("new_tokens", [2, 9])
-def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(
-    config, new_tokens, capsys
-):
-    report = benchmark(
-        BenchConfig(**{**vars(config), "max_new_tokens": new_tokens, "profile": False})
-    )
+def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(config, capsys):
+    # of two tokens one round drafts nothing, and has no rates
+    report = benchmark(BenchConfig(**{**vars(config), "max_new_tokens": 2, "profile": False}))
     shown = capsys.readouterr().out
     with open(config.output, encoding="utf-8") as file:
         written = json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
