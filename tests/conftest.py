@@ -32,6 +32,7 @@ else:
 
 import helpers
 import pytest
+import runs
 import torch
 from helpers import build_model, build_tokenizer
 from huggingface_hub import constants
@@ -275,17 +276,8 @@ def short(run_options, tmp_path) -> TrainConfig:
 
 @pytest.fixture(scope="session")
 def changed() -> Callable[..., TrainConfig]:
-    """A config with other values: `changed(config, output=..., loop={"keep": 1})`."""
-
-    def change(config: TrainConfig, **changes: Any) -> TrainConfig:
-        groups = {"data", "optim", "loop", "eval"}
-        parts = {
-            name: dataclasses.replace(getattr(config, name), **value) if name in groups else value
-            for name, value in changes.items()
-        }
-        return dataclasses.replace(config, **parts)
-
-    return change
+    """A config with other values, see runs.py."""
+    return runs.changed
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,15 @@ class Killed(BaseException):
     """Stands for SIGKILL where the moment must be exact."""
 
 
+def changed(config: Any, **changes: Any) -> Any:
+    """A config with other values: `changed(config, output=..., loop={"keep": 1})`."""
+    for name, value in changes.items():
+        group = getattr(config, name)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
+            changes[name] = dataclasses.replace(group, **value)
+    return dataclasses.replace(config, **changes)
+
+
 def launched(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a script in two processes of `accelerate launch`."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -5,10 +5,11 @@
 Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw to FILE.R.json. A
 job may also hold
 
-    "precision"         what loop.precision auto becomes
+    "precision"         what loop.precision auto becomes; "measured" for what each process finds
     "batch_tokens"      of the batches that are computed before training
     "other_numbers"     ["R"]: these processes find other acceptance than the rest
     "other_drafts"      ["R"]: these processes draft other tokens in evaluations than the rest
+    "failing_callback"  step after which a callback of the main process raises KeyError
     "slow_writer"       seconds that each process waits before it writes its part of a checkpoint
     "broken_writer"     ["R"]: these processes find a full disk when they write a checkpoint
     "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of
@@ -25,6 +26,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from headstart.scripts.command_line import options, run
 from headstart.stopping import Stopped
-from headstart.train import engines, evaluate, loop
+from headstart.train import engines, evaluate, loop, report
 from headstart.train.checkpoint_writer import TrainingState
 from headstart.train.config import TrainConfig
 from headstart.train.features import online as features
@@ -62,6 +64,17 @@ class Seen:
         self.written_at: list[int] = []
         """Steps that had been made when this process wrote its part of a checkpoint."""
         self.ended = "finished"
+
+
+class Failing(loop.Callback):
+    """Raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, progress: Any, row: Any) -> None:
+        if progress.step == self.step:
+            raise KeyError("a mistake")
 
 
 def as_on_a_gpu() -> None:
@@ -159,11 +172,13 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
     patch(loop.MetricsLogger, "end_step", ended)
     patch(features, "budgeted", budgeted)
     patch(features, "BATCH_TOKENS", job.get("batch_tokens", features.BATCH_TOKENS))
-    patch(
-        engines,
-        "formats",
-        lambda config, _: (config.dtype, job.get("precision", config.loop.precision)),
-    )
+    precision = job.get("precision")
+    if precision != "measured":
+        patch(
+            engines,
+            "formats",
+            lambda config, _: (config.dtype, precision or config.loop.precision),
+        )
 
 
 def main(arguments: list[str]) -> None:
@@ -171,14 +186,16 @@ def main(arguments: list[str]) -> None:
     as_on_a_gpu()
     # the next run is made by the same processes
     PartialState.destroy_process_group = lambda *_: None
+    report.plotted = lambda *_: SimpleNamespace(savefig=lambda path, **_: None)  # takes a second
     for job in json.loads(Path(arguments[0]).read_text()):
         AcceleratorState._reset_state()
         GradientState._reset_state()
         seen, patched = Seen(), []
         watch(seen, job, patched)
+        callbacks = [Failing(job["failing_callback"])] if "failing_callback" in job else []
         try:
-            loop.train(options(TrainConfig, "train", "", ["--config", job["config"]]))
-        except (Stopped, OSError) as stopped:
+            loop.train(options(TrainConfig, "train", "", ["--config", job["config"]]), callbacks)
+        except (Stopped, OSError, KeyError) as stopped:
             seen.ended = str(stopped)
         for place in patched:
             place.remove() if not isinstance(place, tuple) else setattr(*place)

@@ -2,12 +2,12 @@
 was.
 
 A launch file of configs/accelerate runs unchanged but for the number of processes. A launch takes
-seconds before its first step, so one makes several runs (`launched.py`).
+seconds before its first step, so one makes all runs of an engine and a number of processes
+(`launched.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -24,7 +24,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from messages import refused
-from runs import checkpoints_of, evaluations_of, log_of, write_config, write_rows
+from runs import changed, checkpoints_of, evaluations_of, log_of, write_config, write_rows
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -41,7 +41,7 @@ from headstart.train.features.placement import load_target
 from headstart.train.inputs import check_same_everywhere
 from headstart.train.loop import train
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -52,7 +52,7 @@ ROUNDED = 0.03
 
 
 @pytest.fixture(scope="module")
-def options(run_options, changed, tmp_path_factory):
+def options(run_options, tmp_path_factory):
     """A head that reads its own weights outside of its modules and feeds on its own outputs; rows
     of any length.
 
@@ -73,12 +73,12 @@ def alone(options):
 
 
 def in_bfloat16(config):
-    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, precision="auto"))
+    return changed(config, loop={"precision": "auto"})
 
 
 def with_adapter(config):
     """Medusa-2 on a target in bfloat16, whose states meet weights in float32."""
-    return dataclasses.replace(
+    return changed(
         in_bfloat16(config),
         dtype="bfloat16",
         head={"type": "medusa", "num_heads": 2},
@@ -94,7 +94,7 @@ def alone_in_bfloat16(options, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "formats", lambda config, _: (config.dtype, "bfloat16"))
         return {
-            kind: train(dataclasses.replace(config, output=str(folder / kind)))
+            kind: train(changed(config, output=str(folder / kind)))
             for kind, config in kinds.items()
         }
 
@@ -146,7 +146,7 @@ def launched(folder, word, processes, jobs):
     run."""
     given = []
     for name, (config, more) in jobs.items():
-        config = dataclasses.replace(config, output=str(folder / name))
+        config = changed(config, output=str(folder / name))
         given.append({"config": written(config), "report": str(folder / f"{name}.seen"), **more})
     (folder / "jobs.json").write_text(json.dumps(given))
     process = started(
@@ -180,7 +180,7 @@ def workers(process):
     ]
 
 
-def finished(process, seconds=240):
+def finished(process, seconds=500):
     """What a launch said; of one that hangs, also where each of its processes was."""
     try:
         said, _ = process.communicate(timeout=seconds)
@@ -220,22 +220,56 @@ LAUNCHES = [
 ]
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
-def several(request, options, tmp_path_factory):
-    """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an
-    adapter."""
-    word, engine, processes = request.param
-    config = dataclasses.replace(options, loop=dataclasses.replace(options.loop, micro_batch=2))
+@pytest.fixture(scope="module")
+def launches(request, options, tmp_path_factory):
+    """What the runs of a launch left, by name: `launches("ddp", 2)`; it happens once."""
+    done: dict[tuple[str, int], dict[str, Launched]] = {}
+
+    def runs_of(word, processes):
+        if (word, processes) not in done:
+            folder = tmp_path_factory.mktemp(f"{word}-{processes}")
+            jobs = jobs_of(options, word, processes)
+            if (word, processes) == ("ddp", 2):
+                jobs |= cut_jobs(options, request.getfixturevalue("thirteen"), folder)
+                without_some(request.getfixturevalue("whole") / "features", folder / "half-filled")
+            done[word, processes] = launched(folder, word, processes, jobs)
+        return done[word, processes]
+
+    return runs_of
+
+
+def jobs_of(options, word, processes):
+    """In float32 and in bfloat16; with two processes also with an adapter, and saved in different
+    ways."""
+
+    saving = changed(options, loop={"save_every": 10, "keep": 5})
+    config = changed(options, loop={"micro_batch": 2})
     jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
-    if engine != "FSDP2" and processes == 2:
+    if processes == 2 and word != "fsdp2":
         jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
-    return engine, processes, launched(tmp_path_factory.mktemp("several"), word, processes, jobs)
+    if processes == 2 and word != "zero2":
+        jobs |= {
+            "plain": (changed(saving, loop={"save_in_background": False}), {}),
+            "background": (saving, {"slow_writer": 0.5}),
+            "broken": (saving, {"broken_writer": ["1"]}),
+        }
+    return jobs
+
+
+@pytest.fixture(params=LAUNCHES)
+def several(request, launches):
+    """An engine, its number of processes, and what its runs left."""
+    word, engine, processes = request.param
+    return engine, processes, launches(word, processes)
 
 
 def test_several_processes_have_the_losses_of_one(several, alone):
     engine, processes, runs = several
     run = runs["float32"]
-    assert f"; {engine}; step 0 of {STEPS}" in run.said
+    assert run.said.count(f"; {engine}; step 0 of ") == len(runs)  # one process reports
+    memory = [row["costs"]["peak_memory_gib_by_process"] for row in log_of(run.folder)[:STEPS]]
+    assert all(len(by_process) == processes for by_process in memory)
+    assert any(by_process[0] != by_process[1] for by_process in memory)
     assert_same_curve(run.folder, alone)
     assert all(seen["dtypes"] == ["torch.float32"] for seen in run.seen)
     (ours,), (theirs,) = evaluations_of(run.folder), evaluations_of(alone)
@@ -270,8 +304,7 @@ def stopped(options, tmp_path, wait_for, steps_logged):
     """Two processes that SIGTERM ended in the middle: the config, and what they printed."""
 
     def run(word):
-        loop = dataclasses.replace(options.loop, save_every=0)
-        config = dataclasses.replace(options, output=str(tmp_path / word), loop=loop)
+        config = changed(options, output=str(tmp_path / word), loop={"save_every": 0})
         process = launch(config, f"configs/accelerate/{word}.yaml")
         wait_for(process, lambda: steps_logged(config.output) >= 8, "step 8")
         process.send_signal(signal.SIGTERM)
@@ -292,10 +325,7 @@ def test_stopped_on_two_processes_a_run_goes_on_alone_with_its_data_in_another_f
         shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved")
         / Path(config.data.sources[0]).name
     )
-    data = dataclasses.replace(config.data, sources=[str(moved)])
-    train(
-        dataclasses.replace(config, data=data, loop=dataclasses.replace(config.loop, micro_batch=4))
-    )
+    train(changed(config, data={"sources": [str(moved)]}, loop={"micro_batch": 4}))
     said = capsys.readouterr().out
     assert (
         f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place"
@@ -331,18 +361,9 @@ def contents(checkpoint):
 
 @pytest.mark.parametrize("word", ["ddp", "fsdp2"])
 def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_asked_for(
-    options, tmp_path, word
+    launches, word
 ):
-    def saving(**more):
-        loop = dataclasses.replace(options.loop, save_every=10, keep=5, **more)
-        return dataclasses.replace(options, loop=loop)
-
-    jobs = {
-        "plain": (saving(save_in_background=False), {}),
-        "background": (saving(), {"slow_writer": 0.5}),
-        "broken": (saving(), {"broken_writer": ["1"]}),
-    }
-    runs = launched(tmp_path, word, 2, jobs)
+    runs = launches(word, 2)
     assert checkpoints_of(runs["background"].folder) == [
         "step-00000010",
         "step-00000020",
@@ -383,8 +404,7 @@ def as_tensors(value):
 def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_status_0(
     alone, options, tmp_path, wait_for, steps_logged, number
 ):
-    loop = dataclasses.replace(options.loop, save_every=0)
-    config = dataclasses.replace(options, output=str(tmp_path / "stopped"), loop=loop)
+    config = changed(options, output=str(tmp_path / "stopped"), loop={"save_every": 0})
     process = launch(config, "configs/accelerate/ddp.yaml", by="headstart.scripts.launch")
     wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
     process.send_signal(number)
@@ -404,8 +424,7 @@ def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_s
 def test_where_a_process_dies_the_others_say_that_the_same_command_resumes_and_it_does(
     alone, options, tmp_path, wait_for, steps_logged, by
 ):
-    loop = dataclasses.replace(options.loop, save_every=2)
-    config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
+    config = changed(options, output=str(tmp_path / "dies"), loop={"save_every": 2})
     process = launch(config, "configs/accelerate/ddp.yaml", by=by)
     wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
     os.kill(workers(process)[1], signal.SIGKILL)
@@ -424,9 +443,7 @@ def test_where_a_process_dies_the_others_say_that_the_same_command_resumes_and_i
 
 
 def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options, tmp_path):
-    config = dataclasses.replace(
-        options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon")
-    )
+    config = changed(options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon"))
     process = launch(config, "configs/accelerate/fsdp2.yaml", by="headstart.scripts.launch")
     said = finished(process, seconds=60)
     assert process.returncode == 2 and "Traceback" not in said
@@ -446,7 +463,7 @@ def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options,
     ],
 )
 def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, change, words):
-    config = dataclasses.replace(options, **change)
+    config = changed(options, **change)
     check_engine("DDP", config)
     with refused(words):
         check_engine(engine, config)
@@ -494,7 +511,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
     ],
 )
 def test_a_setting_of_the_launch_that_a_run_does_not_take_is_refused(
-    short, changed, monkeypatch, environment, words
+    short, monkeypatch, environment, words
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -502,7 +519,7 @@ def test_a_setting_of_the_launch_that_a_run_does_not_take_is_refused(
         train(changed(short, loop={"micro_batch": 2}))
 
 
-def test_what_accelerate_config_writes_changes_no_weight(short, changed, tmp_path, monkeypatch):
+def test_what_accelerate_config_writes_changes_no_weight(short, tmp_path, monkeypatch):
     short = changed(short, loop={"max_steps": 2, "micro_batch": 2})
     expected = (train(short) / "last" / "model.safetensors").read_bytes()
     usual = {
@@ -545,7 +562,7 @@ def test_processes_that_read_different_data_are_refused():
 
 
 @pytest.fixture(scope="module")
-def thirteen(options, changed, tmp_path_factory):
+def thirteen(options, tmp_path_factory):
     """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves
     forwards empty."""
     folder = tmp_path_factory.mktemp("thirteen")
@@ -594,41 +611,50 @@ def without_some(folder, to):
     half.flush()
 
 
-@pytest.fixture(scope="module")
-def two(options, thirteen, whole, tmp_path_factory):
-    """Runs of two processes of DDP: with a target cut over them, or with something that happens to
-    one of them."""
-    folder = tmp_path_factory.mktemp("two")
-    without_some(whole / "features", folder / "half-filled")
+def cut_jobs(options, thirteen, folder):
+    """With a target cut over two processes, or with something that happens to one of them."""
 
     def cut(config, mode, cache=None):
-        kept = dataclasses.replace(config.features, mode=mode, folder=cache)
-        return dataclasses.replace(config, target_placement="shard", features=kept)
+        return changed(config, target_placement="shard", features={"mode": mode, "folder": cache})
 
-    def judged_often(config, **more):
-        return dataclasses.replace(
-            config, loop=dataclasses.replace(config.loop, eval_every=5, save_every=0, **more)
-        )
-
+    judged_often = changed(options, loop={"eval_every": 5, "save_every": 0})
     more = {"batch_tokens": BATCH_TOKENS}
     jobs = {
         "cut": (cut(options, "online"), {}),
         "cut, cached": (cut(thirteen, "cached"), more),
         "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
         "cut, auto": (cut(thirteen, "auto"), more),
+        "cut, packed": (cut(packed(options), "online"), {}),
         "cut, other drafts": (cut(options, "online"), {"other_drafts": ["1"]}),
-        "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_answers": {"1": 2}}),
-        "stopped": (judged_often(options), {"stopped_in_answers": {"1": 2}}),
-        "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
+        "cut, stopped": (cut(judged_often, "online"), {"stopped_in_answers": {"1": 2}}),
+        "stopped": (judged_often, {"stopped_in_answers": {"1": 2}}),
+        "other numbers": (changed(judged_often, loop={"patience": 1}), {"other_numbers": ["1"]}),
+        "failing callback": (options, {"failing_callback": 4}),
+        "fastest": (
+            changed(options, dtype="fastest", loop={"precision": "auto", "max_steps": 2}),
+            {"precision": "measured"},
+        ),
     }
-    jobs = {
-        name: (
-            dataclasses.replace(config, loop=dataclasses.replace(config.loop, timeout=0.5)),
-            given,
-        )
+    return {
+        name: (changed(config, loop={"timeout": 0.5}), given)
         for name, (config, given) in jobs.items()
     }
-    return launched(folder, "ddp", 2, jobs)
+
+
+def packed(config):
+    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch
+    one has none."""
+    return changed(
+        config,
+        data={"max_length": 64, "pack": 64},
+        loop={"batch_size": 2, "save_every": 0},
+    )
+
+
+@pytest.fixture
+def two(launches):
+    """The runs of two processes of DDP."""
+    return launches("ddp", 2)
 
 
 def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(two, alone):
@@ -666,16 +692,10 @@ def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two
 
 
 def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(
-    options, tmp_path
+    two, options, tmp_path
 ):
-    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch
-    one has none."""
-    data = dataclasses.replace(options.data, max_length=64, pack=64)
-    loop = dataclasses.replace(options.loop, batch_size=2, save_every=0, timeout=0.5)
-    config = dataclasses.replace(options, data=data, loop=loop)
-    alone = train(dataclasses.replace(config, output=str(tmp_path / "alone")))
-    jobs = {"cut": (dataclasses.replace(config, target_placement="shard"), {})}
-    run = launched(tmp_path, "ddp", 2, jobs)["cut"]
+    alone = train(changed(packed(options), output=str(tmp_path / "alone")))
+    run = two["cut, packed"]
     assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
     assert_same_curve(run.folder, alone)
 
@@ -685,6 +705,15 @@ def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_l
     run = two[name]
     assert [seen["ended"].partition(";")[0] for seen in run.seen] == ["stopped at step 5 of 30"] * 2
     assert checkpoints_of(run.folder) == ["step-00000005"] and not evaluations_of(run.folder)
+
+
+def test_an_exception_in_a_callback_ends_both_processes_with_a_checkpoint(two):
+    run = two["failing callback"]
+    ours, theirs = run.seen
+    assert ours["ended"] == "'a mistake'"
+    # the other process is told at the end of the next step
+    assert theirs["ended"].startswith("stopped at step 5 of 30")
+    assert checkpoints_of(run.folder) == ["step-00000005"]
 
 
 def test_decisions_are_made_once(two):
@@ -698,22 +727,14 @@ def test_decisions_are_made_once(two):
     }
 
 
-def test_processes_agree_on_what_auto_is(options, tmp_path):
+def test_processes_agree_on_what_auto_is(two):
     """Each of them could measure it otherwise."""
-    loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
-    config = dataclasses.replace(options, output=str(tmp_path / "auto"), dtype="fastest", loop=loop)
-    process = launch(config, "configs/accelerate/ddp.yaml")
-    said = finished(process)
-    assert process.returncode == 0, said
-    saved = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
-    assert saved["dtype"] == "float32" and saved["loop"]["precision"] in (
-        "float32",
-        "bfloat16",
-    )
+    saved = yaml.safe_load((two["fastest"].folder / "config.yaml").read_text())
+    assert saved["dtype"] == "float32" and saved["loop"]["precision"] in ("float32", "bfloat16")
 
 
 def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
-    config = dataclasses.replace(options, target_placement="spread")
+    config = changed(options, target_placement="spread")
     whole, spread = (load_target(each, Accelerator()) for each in (options, config))
     tokens_BT = torch.randint(258, (2, 9))
     for ours, theirs in zip(spread.read(tokens_BT, (0, -1)), whole.read(tokens_BT, (0, -1))):
@@ -721,13 +742,13 @@ def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
 
 
 def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
-    options = dataclasses.replace(options, output=str(tmp_path / "run"))
-    config = dataclasses.replace(options, target_placement="shard")
+    options = changed(options, output=str(tmp_path / "run"))
+    config = changed(options, target_placement="shard")
     with refused("'shard' 1 'spread' 'whole'"):
         train(config)
-    adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
+    adapted = changed(options, target_placement="spread", adapter=AdapterConfig(rank=4))
     with refused("needs target_placement 'whole' 'spread'"):
-        train(dataclasses.replace(adapted, head={"type": "medusa", "num_heads": 2}))
+        train(changed(adapted, head={"type": "medusa", "num_heads": 2}))
 
 
 CUT = """
@@ -773,14 +794,12 @@ def test_a_block_is_gathered_while_the_one_before_it_runs(options):
 def test_the_targets_attention_and_packing_are_transformers_own_options(
     options, placement, monkeypatch
 ):
-    config = dataclasses.replace(options, target_placement=placement, target_attention="eager")
+    config = changed(options, target_placement=placement, target_attention="eager")
     assert load_target(config, Accelerator()).model.config._attn_implementation == "eager"
     assert load_target(options, Accelerator()).model.config._attn_implementation == "sdpa"
     given = []
     monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))
-    load_target(
-        dataclasses.replace(config, target_quantization={"load_in_4bit": True}), Accelerator()
-    )
+    load_target(changed(config, target_quantization={"load_in_4bit": True}), Accelerator())
     assert given == [
         {"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}
     ]
@@ -788,10 +807,8 @@ def test_the_targets_attention_and_packing_are_transformers_own_options(
 
 def test_packed_weights_are_not_cut(options):
     with refused("target_quantization needs"):
-        dataclasses.replace(options, target_quantization={})
+        changed(options, target_quantization={})
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-    config = dataclasses.replace(
-        options, target_placement="shard", target_quantization={"load_in_8bit": True}
-    )
+    config = changed(options, target_placement="shard", target_quantization={"load_in_8bit": True})
     with refused("packed target_placement 'whole' 'spread' 'shard'"):
         load_target(config, accelerator)

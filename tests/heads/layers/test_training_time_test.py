@@ -35,8 +35,17 @@ def attended(
     return [test.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
 
 
-@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
-@pytest.mark.parametrize(("window", "chunk"), [(4, None), (5, 7), (60, 40), (149, 7), (500, None)])
+@pytest.mark.parametrize(
+    ("window", "chunk", "sequences_BT"),
+    [
+        (4, None, PACKED),
+        (5, 7, None),
+        (60, 40, PACKED),
+        (149, 7, None),
+        (149, 7, PACKED),
+        (500, None, None),
+    ],
+)
 def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
     window: int, chunk: int | None, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
