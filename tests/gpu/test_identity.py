@@ -72,7 +72,12 @@ def both(on_cpu, there, mode, kind=None, drafter=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words]
+    ("tree", "acceptance", "mode"),
+    [
+        *((tree, word, True) for tree, words in DRAWN.items() for word in words),
+        *((tree, words[-1], False) for tree, words in DRAWN.items()),
+    ],
+    indirect=["mode"],
 )
 def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, acceptance):
     """The simulated device draws the CPU's numbers; a GPU draws others."""
@@ -150,8 +155,11 @@ def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
         assert [token for tokens in found for token in tokens] == expected[0, 5:].tolist()
 
 
-@pytest.mark.parametrize("changed", ["in place", "elsewhere"])
-@pytest.mark.parametrize("whose", ["target", "head"])
+@pytest.mark.parametrize(
+    ("whose", "changed", "mode"),
+    pairs(["target", "head"], ["in place", "elsewhere"], [False, True]),
+    indirect=["mode"],
+)
 def test_weights_that_change_are_not_read_where_they_were(
     on_cpu, device, mode, monkeypatch, whose, changed
 ):

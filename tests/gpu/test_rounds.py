@@ -99,18 +99,22 @@ def counts_of(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
+    ("name", "do_sample"),
+    [
+        *((name, False) for name in CASES),
+        *((name, True) for name in CASES if "chain" not in name or name == "eagle3, chain"),
+    ],
 )
-@pytest.mark.parametrize("name", CASES)
-def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
+def test_a_round_waits_once(there, on_cpu, monkeypatch, name, do_sample):
+    """What sampling adds does not depend on which head drafts a chain."""
     options, ceiling = CASES[name]
     lm = lm_of(there, on_cpu, **options)
-    rounds, counts = counts_of(lm, monkeypatch, **settings)
+    rounds, counts = counts_of(lm, monkeypatch, do_sample=do_sample)
     assert len(rounds) > 3
     waits, uploads, operations = zip(*rounds, strict=True)
     assert statistics.median(waits) == max(waits) == WAITS, counts.waits
     assert max(uploads) <= UPLOADS, counts.uploads
-    assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], (
+    assert statistics.median(operations) <= ceiling + SAMPLED * do_sample, (
         counts.operations.most_common(9)
     )
 

@@ -60,8 +60,10 @@ def sides(on_cpu, there, device, kind, packed=False):
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="only the simulated device counts")
-@pytest.mark.parametrize("weights", ["decay", "d_pace"])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [*((kind, "decay") for kind in HEADS), ("eagle", "d_pace"), ("dspark", "d_pace")],
+)
 def test_a_step_waits_once_however_many_chunks_it_has(
     on_cpu, there, device, kind, weights, monkeypatch
 ):
