@@ -20,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -397,6 +398,25 @@ class Useless(Drafter):
         tokens[:, 0] = roots_B
         parents = torch.arange(-1, 7).expand(len(roots_B), -1)
         return DraftTree(tokens, parents, torch.full_like(roots_B, 8), max_depth=7)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation makes; of these operations alone, if
+    there are some."""
+
+    def __init__(self, *operations: Any) -> None:
+        super().__init__()
+        self.operations = operations
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if self.operations and function not in self.operations:
+            return made
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return made
 
 
 class Branch:

@@ -92,37 +92,22 @@ def test_bytes_of_a_round_are_those_of_the_published_shape(gpu):
     assert of_the_text == 2 * 4096 * 32 * 2 * 8 * 128 * 2
 
 
-def launch(correlation, ts, name="cudaGraphLaunch"):
-    return {
-        "ph": "X",
-        "cat": "cuda_runtime",
-        "name": name,
-        "ts": ts,
-        "dur": 2,
-        "args": {"correlation": correlation},
-    }
+def event(category, name, ts, dur, **args):
+    """An event of a trace, with microseconds."""
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def launch(correlation, ts):
+    return event("cuda_runtime", "cudaGraphLaunch", ts, 2, correlation=correlation)
 
 
 def kernel(correlation, ts, dur, name="gemm"):
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "ts": ts,
-        "dur": dur,
-        "args": {"correlation": correlation},
-    }
+    return event("kernel", name, ts, dur, correlation=correlation)
 
 
 def test_kernels_of_a_replayed_graph_belong_to_the_range_that_launched_it(kernels):
     def around(name, ts, dur):
-        return {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": kernels.PREFIX + name,
-            "ts": ts,
-            "dur": dur,
-        }
+        return event("user_annotation", kernels.PREFIX + name, ts, dur)
 
     events = [
         {"ph": "M", "name": "process_name"},

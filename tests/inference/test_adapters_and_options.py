@@ -156,10 +156,3 @@ def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatc
 def test_unknown_options_are_refused_before_anything_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeLM.from_pretrained("nowhere/at-all", **options)
-
-
-def test_options_for_a_model_that_is_loaded_are_refused(tiny_target):
-    with pytest.raises(
-        ValueError, match="attn_implementation eager was given with a target that is loaded already"
-    ):
-        SpeculativeLM.from_pretrained(tiny_target().model, attn_implementation="eager")

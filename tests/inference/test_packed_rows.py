@@ -10,10 +10,10 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
+from helpers import LargestTensor
 from hypothesis import given
 from hypothesis import strategies as st
 from integration import test_families as families
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.inference import Target
 from headstart.inference.engines.target import SIMILAR, of_similar_length, sequences_in
@@ -88,32 +88,17 @@ def test_gradients_reach_the_weights_through_packed_rows():
     torch.testing.assert_close(ours, theirs)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most elements that a tensor has which an operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for each in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(each, torch.Tensor):
-                self.elements = max(self.elements, each.numel())
-        return made
-
-
 def test_a_row_of_8192_tokens_needs_no_mask_of_its_square():
     target = target_of("llama")
     target.model.float()
     lengths = [512, 700, 300, 90, 410, 1000, 600, 40] * 2
     lengths.append(8192 - sum(lengths))
     _, tokens_BT, positions_BT = packed([lengths])
-    with Largest() as largest:
+    with LargestTensor() as largest:
         target.read(tokens_BT, (0, -1), positions_BT)
     # what the row's states take; a mask takes 128 times as many
     assert largest.elements <= 8192 * 64
-    with Largest() as largest, torch.no_grad():
+    with LargestTensor() as largest, torch.no_grad():
         target.model.model(
             input_ids=tokens_BT[:, :2048], position_ids=positions_BT[:, :2048], use_cache=False
         )

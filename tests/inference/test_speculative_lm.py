@@ -354,13 +354,14 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     ):
         with pytest.raises(error):
             lm.generate(row, **settings | wrong)
-    for options in (
-        {"tree": "chain:99"},
-        {"dtype": "float16"},
-        {"revision": "main"},
-        {"attn_implementation": "eager"},
+    loaded = "was given with a target that is loaded already"
+    for options, message in (
+        ({"tree": "chain:99"}, "at most 3"),
+        ({"dtype": "float16"}, "loaded already"),
+        ({"revision": "main"}, "revision"),
+        ({"attn_implementation": "eager"}, f"attn_implementation eager {loaded}"),
     ):
-        with pytest.raises(ValueError, match=r"."):
+        with pytest.raises(ValueError, match=message):
             SpeculativeLM.from_pretrained(model, head=medusa(target), **options)
     assert seen(model) == before
 

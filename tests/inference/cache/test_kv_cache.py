@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import LargestTensor
 
 from headstart.inference.cache import kv_cache
 from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache
@@ -81,18 +81,9 @@ def test_the_free_memory_of_a_system_other_than_linux(monkeypatch, tmp_path):
 
 
 def test_selecting_rows_copies_no_more_than_a_layer_at_once():
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if function in (torch.ops.aten.index.Tensor, torch.ops.aten.clone.default):
-                self.elements = max(self.elements, result.numel())
-            return result
-
     cache = cache_with_trees(2)
     expected = [layer[[1, 0]] for layer in (*cache.keys, *cache.values)]
-    with Largest() as largest:
+    with LargestTensor(torch.ops.aten.index.Tensor, torch.ops.aten.clone.default) as largest:
         cache.select(torch.tensor([1, 0]))
     assert all(
         torch.equal(layer, rows)
