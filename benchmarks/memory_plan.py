@@ -74,7 +74,7 @@ def make_inputs(folder: Path, length: int) -> None:
         intermediate_size=4 * width,
         num_hidden_layers=2,
         num_attention_heads=width // 128,
-        num_key_value_heads=4,
+        num_key_value_heads=min(4, width // 128),
         max_position_embeddings=max(256, 2 * length),
         bos_token_id=None,
         eos_token_id=0,

@@ -556,7 +556,10 @@ class AnchorView:
         # 2. Scores. X = heads * K: the query heads of a group side by side.
         scaled_NHKE = query_NHKE * query_NHKE.shape[-1] ** -0.5
         query_GNXE = scaled_NHKE.unflatten(1, (-1, heads)).flatten(2, 3).transpose(0, 1)
-        scores_GNXT = (query_GNXE @ keys_GTE[:, None].mT).masked_fill(~seen_NT[:, None], -torch.inf)
+        # One product over all blocks, N * X rows: by block, matmul would copy the context for each.
+        context_scores = query_GNXE.flatten(1, 2) @ keys_GTE.mT
+        scores_GNXT = context_scores.unflatten(1, query_GNXE.shape[1:3])
+        scores_GNXT = scores_GNXT.masked_fill(~seen_NT[:, None], -torch.inf)
         block_scores_GNXK = query_GNXE @ key_NGKE.transpose(0, 1).mT
         if self.causal:
             slot_K = counting(slots, query_NHKE.device)
@@ -567,7 +570,7 @@ class AnchorView:
         #    last K those of the block.
         scores = torch.cat([scores_GNXT, block_scores_GNXK], dim=-1)
         weights = scores.softmax(-1, dtype=at_least_fp32(scores[:0]).dtype).to(scores.dtype)
-        out_GNXE = weights[..., :time] @ values_GTE[:, None]
+        out_GNXE = (weights[..., :time].flatten(1, 2) @ values_GTE).view_as(query_GNXE)
         out_GNXE = out_GNXE + weights[..., time:] @ value_NGKE.transpose(0, 1)
         return out_GNXE.transpose(0, 1).unflatten(2, (heads, -1)).flatten(1, 2)
 
