@@ -441,13 +441,18 @@ def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -
     return round(SCALE * rows * in_row)
 
 
-def kept(config: TrainConfig, info: TargetInfo, time: int, rows: int = 1) -> int:
-    """Count the bytes that a narrow head keeps for the backward of rows of `time` tokens."""
-    # 1. A head of the same kind and depth, 1/SCALE as wide, on a target with 8 tokens.
+def kept(
+    config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE, rows: int = 1
+) -> int:
+    """Count the bytes that a narrow head keeps for the backward of rows of `time` tokens.
+
+    The head has 1/`scale` of the real width.
+    """
+    # 1. A head of the same kind and depth, 1/scale as wide, on a target with 8 tokens.
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
-    narrow = replace(info, vocab_size=8, **{name: getattr(info, name) // SCALE for name in widths})
-    options |= {name: options[name] // SCALE for name in widths if options.get(name)}
+    narrow = replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
+    options |= {name: options[name] // scale for name in widths if options.get(name)}
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
