@@ -57,7 +57,10 @@ class TargetInfo:
     """Rotary embedding with its scaling."""
 
     def check(self, other: TargetInfo, head: str = "the head") -> None:
-        """Refuse `other` if a head trained for this target does not fit it; names what differs."""
+        """Refuse `other` if a head trained for this target does not fit it.
+
+        The ValueError names every dimension that differs, and what `head` says of the head.
+        """
         # The other dimensions describe the target's own layers, which a head need not share.
         differing = [
             f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)}"
@@ -288,7 +291,10 @@ class DraftTreeState(DraftState):
         return replace(resumed, first_B=first_B)
 
     def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
-        """The state at the root after the layers have run; row b commits `lengths_B[b]` tokens."""
+        """Return the state at the root after the layers have run on new tokens.
+
+        Row b commits the first `lengths_B[b]` of them.
+        """
         # The output at each row's newest token: index 2 of A for a row that commits 3. Clamped for
         # a row that commits nothing.
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]

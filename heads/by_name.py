@@ -36,7 +36,11 @@ OBJECTIVE_OPTIONS = tuple(option.name for option in dataclasses.fields(Objective
 
 
 def head_config(name: str, options: dict[str, Any]) -> Any:
-    """A head's config from its options; a ValueError refuses what the head does not take."""
+    """Return a head's config from its options.
+
+    A ValueError refuses an unknown head, an unknown option, and a value that the head does not
+    take.
+    """
     if name not in HEADS:
         raise ValueError(f"unknown head {shown(name)}; choose from {', '.join(sorted(HEADS))}")
     config_class = HEADS[name].config_class

@@ -92,7 +92,10 @@ class DraftPositions:
 
     @classmethod
     def of_answers(cls, features: TargetFeatures) -> DraftPositions:
-        """Positions before answer tokens, at one depth: they judge a model's own next token."""
+        """Return the positions before answer tokens, at one depth.
+
+        They judge a model on its own next token.
+        """
         # Loss mask [0, 0, 1, 1] gives positions 1 and 2.
         before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]

@@ -447,7 +447,10 @@ def _truths(
 
 
 def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice | Tensor]]:
-    """The states that judge a chunk, as in `rows_NK`, and each depth's indices among them."""
+    """Return the states that judge a chunk, and each depth's indices among them.
+
+    The states are numbered as in `rows_NK`.
+    """
     rows_NK = positions.rows_NK
     count, depths = rows_NK.shape
     device = rows_NK.device

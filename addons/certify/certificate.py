@@ -66,7 +66,10 @@ Path = tuple[int, ...]
 
 
 def chi_square_tail(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
-    """P(X > statistic) of a chi-square variable; a noncentral one is a Poisson mixture."""
+    """Return P(X > statistic) of a central or noncentral chi-square variable.
+
+    The noncentral distribution is a Poisson mixture of central ones.
+    """
     # P(X > x) = sum over m of Poisson(m; noncentrality / 2) P(chi-square of freedom + 2 m > x).
     # Terms more than 12 standard deviations beyond the mean are left out.
     half = noncentrality / 2
@@ -448,7 +451,10 @@ class SamplingTest:
         return chi_square_tail(self.statistic, self.freedom, self.allowance)
 
     def detectable(self, level: float) -> float:
-        """Smallest total variation, of any form, that a test at this level detects (POWER)."""
+        """Return the smallest total variation that a test at this level detects.
+
+        It is detected with probability POWER, whatever the form of the difference.
+        """
         # A total variation t has a noncentrality of at least 4 n t^2.
         noncentrality = detectable_noncentrality(self.freedom, self.allowance, level)
         return math.sqrt(noncentrality / (4 * self.draws))
@@ -649,7 +655,10 @@ def counts_by_path(continuations: Sequence[Path], position: int) -> dict[Path, C
 def path_test(
     counts: Mapping[int, int], reference: NextToken, rounded: NextToken
 ) -> SamplingTest | None:
-    """Pearson's test of the tokens after one path; None if fewer than two bins can fill."""
+    """Return Pearson's test of the tokens after one path.
+
+    None where fewer than two bins can be expected to fill.
+    """
     # 1. The bins: tokens that are expected often enough, and the rest in one. A rest that would not
     #    fill its bin takes more tokens. A rest of at most 1e-9 is rounding.
     draws = sum(counts.values())

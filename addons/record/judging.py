@@ -98,7 +98,10 @@ class Comparison:
         return len(next(iter(self.new.values())).rows)
 
     def interval(self, tree: TreePolicy, confidence: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of new less old acceptance length, paired by prompt."""
+        """Confidence interval of the difference in acceptance length, new less old.
+
+        Answers are paired by prompt.
+        """
         new = self.new[tree].tokens_and_rounds
         old = self.old[tree].tokens_and_rounds
         return difference_interval(new, old, confidence)

@@ -193,7 +193,10 @@ def ask_servers(config: AnswersConfig) -> Path:
 
 
 def _tokenizer_of(config: AnswersConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the servers' model; None if they alone know the name `target`."""
+    """Load the tokenizer of the servers' model, or return None if there is none at `target`.
+
+    `target` may be a name that only the servers know.
+    """
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
     try:
@@ -208,7 +211,10 @@ def _tokenizer_of(config: AnswersConfig) -> PreTrainedTokenizerBase | None:
 
 
 def _read_answered(path: Path) -> tuple[set[int], str | None]:
-    """Cut off an incomplete conversation; return the others' numbers and tokenizer, if any."""
+    """Cut off an incomplete conversation; return the others' numbers and tokenizer fingerprint.
+
+    It is None if the rows hold text alone.
+    """
     answered: set[int] = set()
     tokenizer: str | None = None
     position = 0
@@ -530,7 +536,10 @@ class _Work:
 def check_rendering(
     tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: AnswersConfig
 ) -> None:
-    """Refuse a conversation of whose last answer the chat template would lose a part."""
+    """Refuse a conversation whose last answer would lose a part in training's rendering.
+
+    Training renders it by the chat template.
+    """
     ends = frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
     advice = (
         "take a server that returns token ids (vLLM, SGLang), on which training renders nothing"

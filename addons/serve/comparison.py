@@ -160,7 +160,10 @@ def served_head(name: str, draft_length: int | None) -> ServedHead:
 
 
 def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[dict[str, Any]]:
-    """Runs of a request: without a head, and with each, written as `headstart push` does."""
+    """Return the runs of a request: one without a head, and one for each head.
+
+    The heads are written as `headstart push` uploads them.
+    """
     runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
     lm_head_VD = target.modules.lm_head.weight.detach()
     for number, head in enumerate(served, start=1):

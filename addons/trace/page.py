@@ -185,7 +185,10 @@ def stats_data(stats: Stats) -> dict[str, Any]:
 
 
 def thinned(data: dict[str, Any]) -> dict[str, Any]:
-    """The data with fewer tokens at fewer nodes where many rounds or large trees need it."""
+    """Return the data, thinned where needed so that it fits the page.
+
+    With many rounds or large trees, distributions keep fewer tokens at fewer nodes.
+    """
     rounds = data["rounds"]
     whole_rounds = min(len(rounds), WHOLE_ROUNDS)
     later_rounds = len(rounds) - whole_rounds

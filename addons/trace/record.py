@@ -371,7 +371,10 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
-    """The `BEST` likeliest tokens of [..., V] under `name`, their probabilities under "name p"."""
+    """Return the `BEST` likeliest tokens of distributions [..., V], with their probabilities.
+
+    The tokens are stored under `name`, the probabilities under "name p".
+    """
     best = probs.topk(min(BEST, probs.shape[-1]))
     return {name: best.indices, f"{name} p": best.values}
 
@@ -391,7 +394,10 @@ def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
 def drafts_of(
     tree: HostTree, columns: dict[str, Any], levels: int
 ) -> tuple[list[float | None], dict[int, tuple[list[float], list[float]]]]:
-    """Draft probability of each node's token, None if unknown, and best children by node."""
+    """Return each node token's draft probability, and the best children by node.
+
+    The probability is None where no draft model gave one.
+    """
     q: list[float | None] = [None] * len(tree.tokens)
     likely: dict[int, tuple[list[float], list[float]]] = {}
     nodes = range(len(tree.tokens))

@@ -117,7 +117,10 @@ class TraceReport:
 
     @property
     def calibration_error(self) -> float:
-        """Mean distance of a draft's probability from the share accepted; NaN without any."""
+        """Expected calibration error of the draft; NaN without drafts.
+
+        It is the mean distance between draft probability and share accepted, weighted by drafts.
+        """
         drafts = sum(group.drafts for group in self.calibration)
         distance = 0.0
         for group in self.calibration:

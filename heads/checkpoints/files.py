@@ -81,7 +81,10 @@ def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[st
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a safetensors checkpoint, from headers: no tensor is read."""
+    """Return the shapes of all tensors of a safetensors checkpoint.
+
+    They come from the files' headers: no tensor is read.
+    """
     parts, index = weight_files(folder, (WEIGHTS_FILE,))
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
@@ -106,7 +109,10 @@ def weight_files(
 
 
 def files_of_tensors(path: Path) -> dict[str, str]:
-    """File of each tensor of a checkpoint, by its index or its one safetensors file."""
+    """Map each tensor of a checkpoint to its file.
+
+    `path` is the checkpoint's index or, where it is one safetensors file, that file.
+    """
     if path.suffix == ".json":
         return _weight_map(path)
     with open_safetensors(path) as file:
@@ -233,7 +239,10 @@ class Contents:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder; a link counts as a file, and so does an empty folder."""
+    """Yield all files below a folder.
+
+    A link counts as a file, wherever it leads, and so does an empty folder.
+    """
     for path in folder.iterdir():
         if not path.is_dir() or path.is_symlink():
             yield path
@@ -335,14 +344,20 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
 
 
 def finish_replacing(folder: Path) -> None:
-    """Put the previous `folder` back if a process was killed between its two renames."""
+    """Restore the previous `folder` if a process was killed between its two renames.
+
+    The first moves the previous folder away, the second moves the new one in.
+    """
     replaced = folder.with_name(folder.name + ".replaced")
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
 
 
 def json_ready(value: Any) -> Any:
-    """For strict JSON: tuples become lists, NaN (a mean over nothing) and infinities null."""
+    """Convert for strict JSON: tuples become lists, and NaN and infinities become null.
+
+    A mean over nothing is such a NaN.
+    """
     if isinstance(value, dict):
         return {key: json_ready(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

@@ -256,7 +256,10 @@ def _take_embedding(source: Source, options: dict[str, Any]) -> dict[str, Tensor
 
 
 def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
-    """Check a draft vocabulary's offsets, and sort it or, if it is the whole one, drop it."""
+    """Check a draft vocabulary's offsets, and sort it or, if it is the whole one, drop it.
+
+    Draft vocabularies are sorted here.
+    """
     tensors = source.tensors
     vocab_size = source.target.vocab_size
 

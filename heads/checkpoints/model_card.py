@@ -165,7 +165,10 @@ def hub_id(trained: str, given: str | None = None) -> str | None:
     "the section 'headstart' of the head's config.json", "take back what was changed there"
 )
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
-    """A checkpoint's card in Markdown, by its config's `headstart` section and `listing`."""
+    """Return the model card of a checkpoint in Markdown.
+
+    `section` is the `headstart` section of its config.json, `listing` its entry on the Hub.
+    """
     # 1. The target by two names: the one for servers, and the one that it was trained with.
     listing = listing or Listing()
     # A published head's config has the former alone, and the latter is its origin.

@@ -30,7 +30,10 @@ def public_url(address: str) -> str:
 
 
 def public(value: Any) -> Any:
-    """A JSON value fit for a public repository: names instead of paths, no keys in URLs."""
+    """Return a JSON value fit for a public repository.
+
+    Local paths become the last part of their name, and addresses lose keys.
+    """
     if isinstance(value, dict):
         return {public(key): public(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

@@ -117,7 +117,10 @@ def unknown_keys(
     tensors: Collection[str],
     inherited: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Config keys that a table lacks; a ValueError refuses one that may change the layer."""
+    """Return the config keys that a table does not have.
+
+    A ValueError refuses one that may change what the draft layer computes.
+    """
     unknown = {name: config[name] for name in sorted(config.keys() - table.keys())}
     for name, value in unknown.items():
         # The head's config began as a copy of the target's.
@@ -177,7 +180,10 @@ def layers_in_file(source: Source, keys: Keys, pattern: str) -> int:
 
 
 def attention_bias(source: Source) -> bool:
-    """Whether q, k, v have biases, by the tensors; a ValueError refuses a key against them."""
+    """Whether queries, keys and values have biases, which the tensors decide.
+
+    A ValueError refuses a key that contradicts them.
+    """
     held = sorted(
         name for name in source.tensors if re.search(r"self_attn\.[qkv]_proj\.bias$", name)
     )
@@ -207,7 +213,10 @@ def attention_bias(source: Source) -> bool:
 
 
 def layer_keys(source: Source) -> Keys:
-    """The decoder layer of a speculators config; absent keys have its class's defaults."""
+    """Return the decoder layer of a speculators config.
+
+    Absent keys have the defaults of the layer's class.
+    """
     where = "transformer_layer_config"
     layer_config = dict(source.keys[where])
     classes = {"llama": LlamaConfig, "qwen3": Qwen3Config}

@@ -147,7 +147,10 @@ def dflash_options(source: Source) -> dict[str, Any]:
 def _window_options(
     layer: Mapping[str, Any], keys: Mapping[str, Any], nested: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Sliding-window options of blocks; `nested` is dflash_config, which decides in vLLM too."""
+    """Return the sliding-window options of block drafts.
+
+    `nested` is dflash_config, whose keys decide in vLLM too.
+    """
     kinds = layer["layer_types"] or []
     causal = not keys.get("sliding_window_non_causal", False)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}

@@ -183,7 +183,10 @@ class DFlashHead(OffsetVocabularyHead):
         )
 
     def training_blocks(self, features: TargetFeatures) -> tuple[DraftPositions, Tensor]:
-        """The anchors that are drawn, and final-norm states [N, K, D] of the slots that draft."""
+        """Return the draft positions, and the outputs of the slots that draft there.
+
+        The positions are the anchors that are drawn. The outputs are final-norm states [N, K, D].
+        """
         # 1. Draft positions. An evaluation draws the same anchors each time.
         generator = None if self.training else torch.Generator().manual_seed(0)
         positions = DraftPositions.of(features, self.max_depth, self.config.max_anchors, generator)
@@ -208,7 +211,10 @@ class DFlashHead(OffsetVocabularyHead):
     def _lm_heads(
         self, slots_NKD: Tensor, features: TargetFeatures
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Arguments of `draft_loss`: inputs and weights by depth, and the draft vocabulary."""
+        """Return the LM head's inputs and weights by depth, and the draft vocabulary.
+
+        They are arguments of `draft_loss`.
+        """
         whole = self.config.draft_vocab_size is None
         weight_VD = features.modules.lm_head.weight if whole else self.lm_head.weight
         hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(self.max_depth)]
@@ -377,7 +383,10 @@ class Anchored:
     """Of all blocks, those after these anchors."""
 
     def of(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """The part of queries, keys and values [N, ...], and of the context's [B, G, T, E]."""
+        """The part of the blocks' queries, keys and values, and of the context's keys and values.
+
+        They are [N, ...] and [B, G, T, E].
+        """
         parts = [own[self.blocks] for own in states[:3]]
         return parts + [context[self.row, :, self.columns] for context in states[3:]]
 

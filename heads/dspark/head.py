@@ -63,7 +63,10 @@ class MarkovHead(nn.Module):
     def forward(
         self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The input [..., W, R] of `markov_w2` and the memory, after each embedded token."""
+        """Return the input of `markov_w2` and the memory, both after each embedded token.
+
+        The input is [..., W, R].
+        """
         if self.memory:  # rnn
             joined = torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)  # [..., W, 2 R + D]
             gate_WR, new_WR, out_WR = self.joint_proj(joined).chunk(3, -1)

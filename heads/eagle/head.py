@@ -129,7 +129,10 @@ class EagleHead(DraftHead):
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Scale a layer's output maps so that it moves features by STEP: this divides them by s."""
+        """Scale a layer's output maps so that the layer moves features by STEP.
+
+        This divides them by s, the size of the residual stream, which the weights do not show.
+        """
         # 64 features as the target's final norm would leave them: g times unit normal numbers.
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(

@@ -235,7 +235,10 @@ class Eagle3Head(OffsetVocabularyHead):
         return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at `test`'s positions."""
+        """Return the teacher-forced outputs of every step.
+
+        They are [B, T, D], or [1, N, D] at the draft positions of `test`.
+        """
         fed_back = self.norm if self.config.norm_output else None
         return test.outputs(
             self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back

@@ -42,6 +42,9 @@ def chunk_elements(device: torch.device, on_cpu: int) -> int:
 
 @lru_cache(maxsize=8)
 def _free_bytes(device: torch.device) -> int:
-    """Free bytes and torch's unused ones, read once, so that all chunks have one size."""
+    """Free bytes, and those that torch reserved and does not use.
+
+    Read once: chunks of one size from the first step to the last are summed in the same order.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

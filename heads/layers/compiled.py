@@ -22,7 +22,10 @@ Result = TypeVar("Result")
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Whether functions are compiled there: on CUDA with Triton, if no mode counts operations."""
+    """Whether functions are compiled on a device: on CUDA with Triton.
+
+    Not where a mode counts operations: it does not see into a fused kernel.
+    """
     return device.type == "cuda" and _get_current_dispatch_mode() is None and has_triton()
 
 

@@ -211,7 +211,10 @@ class DecoderLayer(nn.Module):
 def llama_config(
     shape: LayerShape, num_layers: int, target: TargetInfo, own_rope: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Keys of config.json by which servers read Llama blocks; rotary in both spellings."""
+    """Return the config.json keys by which servers read a head of Llama blocks.
+
+    Rotary parameters are in both spellings.
+    """
     rope = own_rope or target.rope_parameters
     biases = {"attention_bias": True} if shape.attention_bias else {}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -231,5 +234,8 @@ def llama_config(
 
 
 def sliding_keys(kinds: list[str], window: int) -> dict[str, Any]:
-    """Keys by which transformers, vLLM and speculators know layers with a sliding window."""
+    """Return the keys by which transformers describes layers with a sliding window.
+
+    vLLM and speculators read these keys.
+    """
     return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}

@@ -118,7 +118,10 @@ class DraftCache:
     def commit(
         self, lengths_B: Tensor, new_tokens: int, first_B: Tensor | None = None
     ) -> tuple[Tensor, KVEntries]:
-        """Positions [B, A] and causal KV view of new tokens after each row's `lengths_B`."""
+        """Return the positions [B, A] of new tokens and their causal KV view.
+
+        The tokens follow the `lengths_B` committed tokens of each row.
+        """
         assert self.window is None or new_tokens <= MOST_NEW_TOKENS, new_tokens
         device = lengths_B.device
         # Rows of 5 and 2 committed tokens with 3 new ones: positions [[5, 6, 7], [2, 3, 4]].

@@ -44,7 +44,10 @@ def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:
 
 
 def check_ids(ids_V: Tensor, vocab_size: int, name: str) -> None:
-    """Refuse a draft vocabulary, by its tensor's name, that is not distinct, sorted target ids."""
+    """Refuse a draft vocabulary that does not consist of distinct, sorted target ids.
+
+    The ValueError names its tensor.
+    """
     # Each id by itself: differences of extreme numbers wrap around.
     in_range = bool(((ids_V >= 0) & (ids_V < vocab_size)).all())
     if not in_range or not bool((ids_V.diff() > 0).all()):

@@ -300,7 +300,10 @@ def _top_of_chunk(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Store the WIDTH best logits of a chunk of a row, and its part of the softmax's sum."""
+    """Store the WIDTH best logits of a chunk of a row, and the chunk's softmax sum.
+
+    The chunks' sums together normalise the softmax of the row.
+    """
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -340,7 +343,10 @@ def _top_of_row(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Store the WIDTH best log-probabilities of a row by its chunks' best; -inf with NaN or inf."""
+    """Store the WIDTH best log-probabilities of a row, from the best of all its chunks.
+
+    They are -inf where the row's logits hold NaN or inf.
+    """
     row = tl.program_id(0)
     chunk = tl.arange(0, PADDED_CHUNKS)
     is_chunk = chunk < CHUNKS

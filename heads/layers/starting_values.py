@@ -21,7 +21,10 @@ from .training_time_test import TrainingTimeTest
 
 @torch.no_grad()
 def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
-    """The gain g of an RMSNorm g x / rms(x), however it is stored; None for any other norm."""
+    """Return the gain g of an RMSNorm g x / rms(x); None for any other norm.
+
+    It does not matter how a model stores the gain: Gemma's weight is g - 1.
+    """
     weights = {name: _whole(weight) for name, weight in norm.named_parameters()}
     if len(weights) != 1:
         return None

@@ -203,7 +203,10 @@ def check_layers(config: Mapping[str, Any], where: str) -> None:
 
 
 def described(config: PreTrainedConfig) -> dict[str, Any]:
-    """A text config as JSON for `build_layers`: model type, and what is not its class's default."""
+    """Return a text config as JSON, in the form that `build_layers` takes.
+
+    It holds the model type, and what differs from the defaults of the config's class.
+    """
     keys = {name: value for name, value in config.to_diff_dict().items() if name not in OF_LOADING}
     whole: dict[str, Any] = json.loads(json.dumps(keys, default=str))
     return whole | {"model_type": config.model_type}
@@ -328,7 +331,10 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def _cached_shape(model: Any) -> tuple[int, int]:
-    """Number and width of the cached heads, by the first layer's attention over one token."""
+    """Return the number and width of the heads that attention caches.
+
+    They are found by a forward of the first layer's attention over one token.
+    """
     layer = _layers_of(model)[0]
     attention = getattr(layer, "self_attn", None)
     if isinstance(layer, JoinedBlocks):

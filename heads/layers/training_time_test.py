@@ -118,7 +118,10 @@ def causal_blocks(
 
 
 def listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block attends to, and all block numbers, those first."""
+    """Return how many key blocks each query block attends to, and the numbers of all key blocks.
+
+    The blocks attended to come first.
+    """
     # Chosen [0, 1, 0, 1] gives a count of 2 and the order [1, 3, 0, 2].
     order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
@@ -185,7 +188,10 @@ class TrainingTimeTest:
         return self.window - step
 
     def block_mask(self, window: int | None = None) -> BlockMask:
-        """The causal block mask for packed rows, within each sequence and the window."""
+        """Return the causal block mask of flex_attention for packed rows.
+
+        Each token attends within its sequence and within the window.
+        """
         assert self.sequences_BT is not None
         if window not in self._block_masks:
             self._block_masks[window] = causal_blocks(self.sequences_BT, window=window)
@@ -420,7 +426,10 @@ class _FlashOnCpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients by flash attention's backward, which recomputes exp(z - L) from L."""
+        """Return the gradients, computed by flash attention's backward.
+
+        It recomputes exp(z - L), the weights of the joined softmax, from L.
+        """
         query_BHTE, *states, out_BHTE, all_BHT = ctx.saved_tensors
         count = len(states) // 2
         keys = states[:count]

@@ -18,7 +18,10 @@ def attend_to_slots(
     slots: TreeSlots,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention [B, N, H, E] of new nodes over a cache; `scale` None for 1 / sqrt(E)."""
+    """Attention of new nodes over a cache, [B, N, H, E]; on CUDA by the tree kernel.
+
+    `scale` is that of the scores; None for 1 / sqrt(E).
+    """
     if query_BHNE.is_cuda:
         from .tree_kernel import tree_attention  # imports Triton
 

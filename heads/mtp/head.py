@@ -208,7 +208,10 @@ class MtpHead(DraftHead):
             weight.mul_(moved / STEP)
 
     def _moved(self, k: int, part: slice, gain_D: Tensor) -> float:
-        """How far, relative to its norm, layer k moves the residual stream of random states."""
+        """Return how far layer k moves the residual stream of random states.
+
+        The distance is relative to the stream's norm.
+        """
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
@@ -302,7 +305,10 @@ class MtpHead(DraftHead):
         kv: KVView,
         modules: TargetModules,
     ) -> Tensor:
-        """Output of layer k before its last norm, from target states or a layer's outputs."""
+        """Return the output of layer k before its last norm.
+
+        `hidden_BTD` holds the target's states or a layer's outputs.
+        """
         layer: Any = self.mtp_layers[k]
         dtype = layer.input_proj.weight.dtype
         embeds_BTD = modules.embed(next_tokens_BT).to(dtype)
