@@ -6,7 +6,7 @@ from .drafters.round import Round, Verdict
 from .drafters.specs import History, SmallerModel
 from .engines.target import Target
 from .output import GenerateDictOutput, GenerateOutput
-from .rounds.observers import ObservedCall, RoundObserver
+from .rounds.observers import DecodingCall, RoundObserver
 from .rounds.sequences import Conversation
 from .speculative_lm import SpeculativeLM
 from .targets.loading import load_tokenizer, tokenizer_provenance
@@ -22,6 +22,7 @@ __all__ = [
     "AcceptanceRule",
     "Chat",
     "Conversation",
+    "DecodingCall",
     "DraftContext",
     "DraftTree",
     "Drafter",
@@ -29,7 +30,6 @@ __all__ = [
     "GenerateDictOutput",
     "GenerateOutput",
     "History",
-    "ObservedCall",
     "PrefillChunk",
     "Round",
     "RoundObserver",

@@ -57,7 +57,7 @@ from .inputs import (
 )
 from .output import GenerateDictOutput, GenerateOutput, collected
 from .rounds.loop import speculate
-from .rounds.observers import ObservedCall, RoundObserver
+from .rounds.observers import DecodingCall, RoundObserver
 from .rounds.sequences import Conversation, Sequences
 from .running import alone, runs
 from .targets.adapters import unwrapped
@@ -663,7 +663,7 @@ class SpeculativeLM:
                 keep_logits=keep and bool(config.output_logits),
                 max_batch_size=together,
             )
-            observed = ObservedCall(
+            observed = DecodingCall(
                 target,
                 drafter,
                 _rule(drafting, bool(config.do_sample), process_logits),
@@ -685,7 +685,7 @@ class SpeculativeLM:
             return output.sequences
         return GenerateDictOutput.of(output)
 
-    def _speculate(self, call: ObservedCall, drafting: Drafting) -> Stats:
+    def _speculate(self, call: DecodingCall, drafting: Drafting) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
         past = call.past
         if past is None:

@@ -47,7 +47,7 @@ from headstart.inference.drafters.base import BatchDrafter, DraftContext, Prefil
 from headstart.inference.drafters.round import Round
 from headstart.inference.engines.base import TargetOutput
 from headstart.inference.rounds.loop import speculate
-from headstart.inference.rounds.observers import ObservedCall, RoundObserver
+from headstart.inference.rounds.observers import DecodingCall, RoundObserver
 from headstart.inference.rounds.sequences import Sequences
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.stats import RoundRecord
@@ -532,7 +532,7 @@ class EachRound(RoundObserver):
     def __init__(self, after: Callable[[Sequences], Any]) -> None:
         self.after = after
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         self.sequences = call.sequences
 
     def round(self, finished: Round) -> None:
@@ -564,7 +564,7 @@ def write(
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
     sequences = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
     process_logits = TreeLogitsProcessor(processors, [0] * len(prompts))
-    call = ObservedCall(target, drafter, rule, process_logits, sampler, sequences)
+    call = DecodingCall(target, drafter, rule, process_logits, sampler, sequences)
     return sequences.rows, speculate(call)
 
 

@@ -28,7 +28,7 @@ from ..inference.drafters.round import Round
 from ..inference.engines.target import Target
 from ..inference.output import GenerateOutput
 from ..inference.replay import BEYOND, TOKENS_AT_ONCE, ReplayTarget, rows_at_once
-from ..inference.rounds.observers import ObservedCall, RoundObserver
+from ..inference.rounds.observers import DecodingCall, RoundObserver
 from ..inference.rounds.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
 from ..inference.trees.stats import Stats, acceptance_figures
@@ -396,9 +396,9 @@ class TokensShown(RoundObserver):
 
     def __init__(self, bar: ProgressBar) -> None:
         self.bar = bar
-        self._call: ObservedCall
+        self._call: DecodingCall
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         self._call = call
 
     def round(self, finished: Round) -> None:

@@ -39,7 +39,7 @@ from ...inference.drafters.round import Round
 from ...inference.engines.encoder_decoder import Seq2SeqTarget
 from ...inference.engines.target import Target
 from ...inference.feature_cache import FORMATS, cache_manifest, kept_layers
-from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.rounds.observers import DecodingCall, RoundObserver
 from ...inference.rounds.sequences import Conversation
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.as_loaded import as_loaded
@@ -352,7 +352,7 @@ class Recording(RoundObserver):
             )
         return True
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         if not self._forked():
             self._calls.append(RecordedCall(self, call))
 
@@ -428,7 +428,7 @@ class Recording(RoundObserver):
 class RecordedCall:
     """One call of the decoder: the states of its rows' texts, and the answers that have ended."""
 
-    def __init__(self, recording: Recording, call: ObservedCall) -> None:
+    def __init__(self, recording: Recording, call: DecodingCall) -> None:
         """Begin to keep the recorded layers of a call, whichever of them its drafter reads."""
         folder = recording.folder
         assert folder is not None

@@ -25,7 +25,7 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.model_rows import DraftModel
 from ...inference.drafters.round import Round
 from ...inference.drafters.tree_policies import model_rows
-from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.rounds.observers import DecodingCall, RoundObserver
 from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
 from ...inference.trees.stats import PARTS, Stats
 from ...inference.trees.tree_spec import TreeKind
@@ -104,7 +104,7 @@ class Tracer(RoundObserver):
         """The calls that have begun, the innermost last; None for one of several rows."""
         self.ended: list[Recorder] = []
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         single_row = len(call.sequences.rows) == 1
         self.running.append(Recorder(call) if single_row else None)
 
@@ -123,7 +123,7 @@ class Tracer(RoundObserver):
 class Recorder:
     """The rounds of one generation, as they are recorded."""
 
-    def __init__(self, call: ObservedCall) -> None:
+    def __init__(self, call: DecodingCall) -> None:
         """Begin to record a call of one row."""
         self.call = call
         self.rounds: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from ..engines.base import TargetOutput
 from ..engines.target import Target
 from ..trees.tree import DraftTree, path_from_root
 from ..trees.tree_spec import TreeKind, TreeShape
-from .observers import ObservedCall
+from .observers import DecodingCall
 
 Cut = tuple[DraftTree, Sequence[int] | None]
 """The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for
@@ -157,7 +157,7 @@ def at_border(target: Target, lengths: list[int]) -> bool:
     )
 
 
-def reread(call: ObservedCall, cache: TreeCache) -> TargetOutput:
+def reread(call: DecodingCall, cache: TreeCache) -> TargetOutput:
     """Read the only row's whole text again and return the output at its root.
 
     The root, the newest token, stays uncommitted.
@@ -178,7 +178,7 @@ def reread(call: ObservedCall, cache: TreeCache) -> TargetOutput:
     return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
 
 
-def forward_without_spoiled(call: ObservedCall, tree: DraftTree, cache: TreeCache) -> TargetOutput:
+def forward_without_spoiled(call: DecodingCall, tree: DraftTree, cache: TreeCache) -> TargetOutput:
     """Run `Engine.forward_tree` on sampled drafts; those that would spoil others get NaN logits.
 
     A forward over each node's path alone tells which they are; in the tree the root's token stands

@@ -56,14 +56,14 @@ from ..trees.tree import DraftTree
 from ..trees.verify import point_mass
 from .limits import Limits, at_border, forward_without_spoiled, reread
 from .noise import PositionNoise
-from .observers import ObservedCall, observing
+from .observers import DecodingCall, observing
 from .prefill import prefill_all, prefill_slots, similar_lengths
 from .sequences import Sequences
 from .verification import precomputed, random_numbers, verify_and_commit
 
 
 @torch.inference_mode()
-def speculate(call: ObservedCall) -> Stats:
+def speculate(call: DecodingCall) -> Stats:
     """Generate until every sequence has ended.
 
     The call's conversation, the state of one row's text, is updated in place.
@@ -94,7 +94,7 @@ def speculate(call: ObservedCall) -> Stats:
     return call.stats
 
 
-def decode(call: ObservedCall) -> None:
+def decode(call: DecodingCall) -> None:
     """Read the prompts, then one round after the other until every sequence has ended."""
     target = call.target
     sequences = call.sequences
@@ -153,7 +153,7 @@ def decode(call: ObservedCall) -> None:
 
 
 def speculation_round(
-    call: ObservedCall, cache: TreeCache, roots_B: Tensor, ahead: Ahead | None, limits: Limits
+    call: DecodingCall, cache: TreeCache, roots_B: Tensor, ahead: Ahead | None, limits: Limits
 ) -> Round:
     """One draft, one target forward, one verification, for all active rows.
 
@@ -219,7 +219,7 @@ def speculation_round(
 
 
 def verify_round(
-    call: ObservedCall,
+    call: DecodingCall,
     cache: TreeCache,
     proposed: DraftTree,
     output: TargetOutput | None,
@@ -295,7 +295,7 @@ def verify_round(
     return finished
 
 
-def launch_ahead(call: ObservedCall, cache: TreeCache, finished: Round) -> Ahead | None:
+def launch_ahead(call: DecodingCall, cache: TreeCache, finished: Round) -> Ahead | None:
     """Launch what the host need not know a round's tokens for, so that the device does not wait.
 
     That is the drafter's `observe`, the next proposal, and where two plain rounds follow each other
@@ -327,7 +327,7 @@ def launch_ahead(call: ObservedCall, cache: TreeCache, finished: Round) -> Ahead
         return None  # the round itself shrinks its tree
 
 
-def forward(call: ObservedCall, cache: TreeCache, tree: DraftTree) -> TargetOutput:
+def forward(call: DecodingCall, cache: TreeCache, tree: DraftTree) -> TargetOutput:
     """The target's output at all nodes of a tree, which it attends to."""
     lengths = call.sequences.lengths
     # Beyond some length the model computes even the old tokens differently: read them again.
@@ -354,7 +354,7 @@ def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> boo
     return bool(invalid_BN.any())  # sync: processors that read the text wait for the tokens anyway
 
 
-def shown_to_drafter(call: ObservedCall, finished: Round) -> Round:
+def shown_to_drafter(call: DecodingCall, finished: Round) -> Round:
     """A round without the features that only observers asked for."""
     if not call.adds_layers:
         return finished
@@ -366,7 +366,7 @@ def shown_to_drafter(call: ObservedCall, finished: Round) -> Round:
 
 
 def score_accepted(
-    call: ObservedCall, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
+    call: DecodingCall, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
 ) -> None:
     """Score the nodes that the rule accepts, one after another, in place.
 
@@ -419,7 +419,7 @@ def score_accepted(
         growing = grown
 
 
-def replace_ended(call: ObservedCall, cache: TreeCache, roots_B: Tensor) -> Tensor:
+def replace_ended(call: DecodingCall, cache: TreeCache, roots_B: Tensor) -> Tensor:
     """Give the slots of ended rows to waiting ones, or shrink the batch (continuous batching).
 
     Where rounds are replayed, the batch has only a few sizes, each of which is recorded once. In

@@ -1,7 +1,7 @@
 """`RoundObserver`: the one way in for whatever watches a generation.
 
     class Progress(RoundObserver):
-        def begin(self, call: ObservedCall) -> None:
+        def begin(self, call: DecodingCall) -> None:
             self.sequences = call.sequences
 
         def round(self, finished: Round) -> None:
@@ -39,7 +39,7 @@ from .sequences import Conversation, Sequences
 
 
 @dataclass(frozen=True)
-class ObservedCall:
+class DecodingCall:
     """A call of `generate`: everything that stays the same from its first token to its last."""
 
     target: Target
@@ -91,10 +91,10 @@ class RoundObserver(Protocol):
     """An observer of generations: subclasses override the methods they need, others do nothing."""
 
     feature_layers: tuple[int, ...] = ()
-    """The target's layers whose features it reads, in any order; `ObservedCall.feature_layers` says
+    """The target's layers whose features it reads, in any order; `DecodingCall.feature_layers` says
     where they are."""
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         """A call begins: its prompts are known, and will be read next."""
         return None
 
@@ -129,7 +129,7 @@ class RoundObserver(Protocol):
 
 
 @contextmanager
-def observing(observer: RoundObserver, call: ObservedCall) -> Iterator[None]:
+def observing(observer: RoundObserver, call: DecodingCall) -> Iterator[None]:
     """Tell an observer of a call's begin and end."""
     observer.begin(call)  # an observer whose `begin` fails gets no `end`
     try:

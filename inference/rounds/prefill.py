@@ -26,7 +26,7 @@ from ..drafters.round import Round, read_by_host
 from ..engines.base import TargetOutput
 from ..engines.target import Target
 from ..trees.verify import greedy
-from .observers import ObservedCall
+from .observers import DecodingCall
 from .sequences import Sequences, shared_length
 from .verification import verify
 
@@ -38,7 +38,7 @@ PREFILL_TOKENS = 2048
 with long prompts."""
 
 
-def prefill_all(call: ObservedCall) -> tuple[TreeCache, Tensor]:
+def prefill_all(call: DecodingCall) -> tuple[TreeCache, Tensor]:
     """Read the prompts of all active rows; return the KV cache and the roots [B].
 
     Prompts of similar lengths are read together.
@@ -116,7 +116,7 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
 
 
 def prefill_slots(
-    call: ObservedCall, rows: list[int], slots: Sequence[int], cache: TreeCache, roots_B: Tensor
+    call: DecodingCall, rows: list[int], slots: Sequence[int], cache: TreeCache, roots_B: Tensor
 ) -> Tensor:
     """Read the prompts of rows that take these slots of the batch; return the roots [B]."""
     # A second cache and drafter read the prompts, then their rows take the slots.
@@ -129,7 +129,7 @@ def prefill_slots(
 
 
 def prefill(
-    call: ObservedCall, rows: list[int], batch_size: int | None = None
+    call: DecodingCall, rows: list[int], batch_size: int | None = None
 ) -> tuple[TreeCache, Tensor]:
     """Read the prompts of `rows` in chunks; return the KV cache and each prompt's next token [B].
 
@@ -224,7 +224,7 @@ def prefill(
 
 
 def show_prompts(
-    call: ObservedCall, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk
+    call: DecodingCall, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk
 ) -> None:
     """Show a chunk of the prompts to the drafter and the observers (`RoundObserver.prefill`)."""
     for observer in call.observers:
@@ -288,7 +288,7 @@ def _stages(tokens_BT: Tensor, lengths: list[int], known: int, shares: bool) -> 
 
 
 def _read_stage(
-    call: ObservedCall,
+    call: DecodingCall,
     stage: Stage,
     rows: list[int],
     tokens_BT: Tensor,

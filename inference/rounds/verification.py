@@ -21,7 +21,7 @@ from ..drafters.round import Verdict
 from ..trees.sampling import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, sampler_by
 from ..trees.tree import DraftTree
 from ..trees.verify import AcceptanceRule, emitted_tokens, greedy
-from .observers import ObservedCall
+from .observers import DecodingCall
 
 
 def random_numbers(
@@ -54,7 +54,7 @@ def precomputed(
 
 
 def verify_and_commit(
-    call: ObservedCall,
+    call: DecodingCall,
     tree: DraftTree,
     features_BNF: Tensor,
     scores_BNV: Tensor,

@@ -146,6 +146,21 @@ def test_the_recipe_on_a_heads_card_is_the_run_again(undisturbed, tmp_path):
         )
 
 
+def test_the_best_head_is_the_one_with_the_longest_acceptance(undisturbed):
+    rows = {row["step"]: row for row in log_of(undisturbed) if "eval" in row}
+    lengths = {
+        step: max(tree["acceptance_length"] for tree in row["eval"].values())
+        for step, row in rows.items()
+    }
+    _, metadata = load_head(undisturbed / "best")
+    assert lengths[20] < max(lengths.values())  # it got better, so the first was replaced
+    assert lengths[metadata.training["step"]] == max(lengths.values())
+    assert max(row["acceptance_length"] for row in metadata.measured["trees"].values()) == max(
+        lengths.values()
+    )
+    assert metadata.tree == rows[metadata.training["step"]]["tree"]
+
+
 @pytest.mark.parametrize("place", ["auto", "chain:2", "dynamic:6:2:2"])
 def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, place):
     target = Target.from_pretrained(options.target, torch.float32)
@@ -376,6 +391,23 @@ def test_killed_twenty_times_a_run_ends_with_the_same_weights(
     assert (folder / "best" / "model.safetensors").read_bytes() == (
         whole / "best" / "model.safetensors"
     ).read_bytes()
+
+
+def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
+    options, undisturbed, tmp_path, changed, wait_for, steps_logged
+):
+    folder = Path(options.output)
+
+    def writing():
+        return steps_logged(folder) >= 10 and any((folder / "checkpoints").glob("*.partial"))
+
+    # most of the time a checkpoint is being written
+    busy = changed(options, loop={"save_every": 1})
+    with subprocess.Popen(command(busy, tmp_path), stdout=subprocess.DEVNULL) as process:
+        wait_for(process, writing, "a checkpoint")
+        process.kill()
+    train(options)
+    assert same_outcome(folder, undisturbed)
 
 
 def test_short_batches_are_padded_until_every_depth_predicts_a_token(options, monkeypatch, changed):

@@ -27,7 +27,7 @@ from ...files import naming, reading_back, require_regular, write_whole
 from ...heads.base import dtype_name
 from ...inference.drafters.round import Round
 from ...inference.load import load_speculative_lm
-from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.rounds.observers import DecodingCall, RoundObserver
 from ...inference.rounds.sequences import Sequences, left_padded
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import target_facts, tokenizer_provenance
@@ -317,7 +317,7 @@ class _Watch(RoundObserver):
         for turn in range(2, most + 1):
             self.parts.append(f"answers to turn {turn}")
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: DecodingCall) -> None:
         """Count a generation."""
         self.generations.append(call.sequences)
 

@@ -22,7 +22,7 @@ from headstart.inference import SpeculativeLM, TreeShape, custom_generate
 from headstart.inference.drafters.base import NoDraft
 from headstart.inference.rounds import loop
 from headstart.inference.rounds.loop import score_accepted
-from headstart.inference.rounds.observers import ObservedCall
+from headstart.inference.rounds.observers import DecodingCall
 from headstart.inference.rounds.sequences import Sequences
 from headstart.inference.rounds.verification import precomputed
 from headstart.inference.trees.logits import TreeLogitsProcessor
@@ -200,7 +200,7 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
             uniform_BU=torch.rand(2, 99, generator=draws, dtype=torch.float64)
         )
         scores_BNV = process(logits_BNV, tree, sequences.text, [0, 1])
-        call = ObservedCall(target, NoDraft(), rule, process, sampler, sequences)
+        call = DecodingCall(target, NoDraft(), rule, process, sampler, sequences)
         score_accepted(call, tree, scores_BNV, sampler)
         ours = rule(tree, scores_BNV, sampler.from_start())
         whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler.from_start())
