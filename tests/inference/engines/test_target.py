@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import axes
 import pytest
 import torch
 from helpers import build_model, build_t5
@@ -58,6 +59,23 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
                 assert torch.allclose(output.logits_BNV[row, node], alone.logits[0, -1], atol=1e-12)
                 hidden = torch.cat([alone.hidden_states[i][0, -1] for i in (3, 1, 2)])
                 assert torch.allclose(output.features_BNF[row, node], hidden, atol=1e-12)
+
+
+def test_windows_count_positions_and_not_places_in_the_tree():
+    target, _ = axes.target_of("windows", "eager")
+    own = tokens(1, 7) % axes.VOCAB
+    # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
+    parents = (-1, 0, 0, 0, 2, 4, 5, 6)
+    guesses = tokens(1, len(parents), seed=1) % axes.VOCAB
+    tree = DraftTree(guesses, torch.tensor([parents]), torch.tensor([len(parents)]), max_depth=5)
+    cache = target.engine.new_cache(1)
+    with torch.no_grad():
+        target.engine.read_chunk(own, 7, cache, (), [])
+        logits_NV = target.engine.forward_tree(tree, 7, cache, ()).logits_BNV[0]
+        for node in range(len(parents)):
+            text = torch.cat([own[0], guesses[0, path_to(parents, node)]])
+            alone_V = target.model(text[None]).logits[0, -1]
+            assert torch.allclose(logits_NV[node], alone_V, atol=1e-9)
 
 
 @pytest.mark.parametrize("layer", [-2, 1, 7])
