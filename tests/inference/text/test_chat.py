@@ -58,8 +58,8 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, monkeypat
         fresh = target.model.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :]
         assert answer == tokenizer.decode(fresh, skip_special_tokens=True)
     assert len(chat.messages) == 9
-    if name == "as it is":  # the last message and the marks around it are read, nothing again
-        assert sum(chunk.shape[1] for chunk, *_ in read) < 60
+    if name == "as it is":  # what earlier turns have read is not read again
+        assert 0 < sum(chunk.shape[1] for chunk, *_ in read) < prompt["input_ids"].shape[1] / 2
 
 
 def test_a_tokenizer_without_a_template_is_refused(tiny_target, tools):
