@@ -351,7 +351,7 @@ def opened(path: Path) -> Any:
         if scaled or "scales" in file.keys():  # noqa: SIM118
             scales_NL = file.get_slice("scales")
             scales = (scales_NL.get_shape(), scales_NL.get_dtype())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it is gone meanwhile
         raise corrupt(path, one_line(error)) from error
     texts = len(keys_n2)
     is_shard = (

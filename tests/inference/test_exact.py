@@ -183,9 +183,9 @@ def cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
     add("dense", "model", "drawn:chain:1|drawn:chain:2")
     for source in ("earlier", "corpus", "head and history"):
         add("dense", source, "chain:1" if "head" in source else "auto", new=3)
-    add("dense", "prompt-lookup:3:2", "auto", rows=2)
+    add("dense", "prompt-lookup:2:1", "auto", rows=2)
     # Rows of a batch, and one that begins where another has ended.
-    for tree, rule in (("chain:2", "auto"), ("drawn:chain:1", "token")):
+    for tree, rule in (("chain:1", "auto"), ("drawn:chain:1", "token")):
         add("dense", "parallel", tree, rule, rows=2)
     for tree in ("chain:1", "drawn:chain:1"):
         add("dense", "medusa", tree, rows=2, slots=1)

@@ -331,7 +331,7 @@ def training_logits(
     corrections = (
         [0.0] * len(hiddens)
         if not block
-        else [F.linear(each, block[0].weight_VR) for each in block[0].latents]
+        else [F.linear(each["latent_NR"], each["correction_VR"]) for each in block[0]]
     )
     drafted = (
         torch.arange(features.modules.lm_head.out_features)

@@ -596,7 +596,7 @@ DFLASH_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], A
     ),
 }
 DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank 1 'vanilla' 0"),
+    "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank 1 0"),
     "another rank": (
         lambda config, _: config.update(markov_rank=3),
         "'markov_head.markov_w1.weight' shape",
