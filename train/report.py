@@ -327,15 +327,28 @@ def count_flops(
     no forward either. Not counted while training: the counter changes the dispatch of operations,
     and thereby their last digits.
     """
-    batch = collate(examples)
+    of_target = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+    of_head = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+    target_flops = 0
+    head_flops = 0
+    answer_tokens = 0
     # The random state is put back: a head that draws must not train otherwise for being counted.
     with torch.random.fork_rng(), torch.no_grad():
-        with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_target:
-            features = features_of(batch, next(head.parameters()).dtype)
-        with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_head:
-            head(features, objective)
-    target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)
-    return (target_flops + 3 * of_head.get_total_flops()) / max(int(batch.loss_mask_BT.sum()), 1)
+        # One by one: memory may have room for a single sequence in a forward.
+        for example in examples:
+            batch = collate([example])
+            with of_target:
+                features = features_of(batch, next(head.parameters()).dtype)
+            with of_head:
+                head(features, objective)
+            target_flops += of_target.get_total_flops()
+            head_flops += of_head.get_total_flops()
+            answer_tokens += int(batch.loss_mask_BT.sum())
+    if cached:
+        target_flops = 0
+    elif adapted:
+        target_flops *= 3
+    return (target_flops + 3 * head_flops) / max(answer_tokens, 1)
 
 
 def peak_tflops(name: str) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,9 +145,15 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     times = 0 if cached else 3 if adapted else 1
     least = 2 * blocks * 18 * times + 6 * heads * judged
     before = torch.random.get_rng_state()
-    features_of = partial(online_features, target, head)
+    rows = []
+
+    def features_of(batch, dtype):
+        rows.append(len(batch.tokens_BT))
+        return online_features(target, head, batch, dtype)
+
     found = 12 * count_flops(features_of, head, Objective(), examples, cached, adapted)
     assert torch.equal(torch.random.get_rng_state(), before)
+    assert rows == [1, 1, 1], "a forward may have room for a single sequence"
     lm_head = 2 * target.modules.lm_head.weight.numel() * 12 * 3
     assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2
 
