@@ -149,10 +149,14 @@ def load_inputs(
     # Called for its error too, which should come now and not at the first evaluation.
     prompts = eval_prompts(replay or target, held_out, config.eval)
     if len(prompts) < config.eval.prompts and accelerator.is_main_process:
-        several = "s" * (len(prompts) > 1)
+        plural = "s"
+        worth = "are wide"
+        if len(prompts) == 1:
+            plural = ""
+            worth = "say nothing about other prompts"
         log.info(
-            f"acceptance is measured on {len(prompts)} held-out prompt{several}, and eval.prompts"
-            f" asks for {config.eval.prompts}: the intervals of acceptance lengths are wide; hold"
+            f"acceptance is measured on {len(prompts)} held-out prompt{plural}, and eval.prompts"
+            f" asks for {config.eval.prompts}: the intervals of acceptance lengths {worth}; hold"
             f" out more than data.held_out {config.data.held_out}, or make more conversations"
         )
 

@@ -282,11 +282,12 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
         return check_conversation(row, where, expected)
     tokens = row["input_ids"]
     mask = row["loss_mask"]
-    if not isinstance(tokens, list) or not isinstance(mask, list):
-        raise ValueError(
-            f"{where}: 'input_ids' must be a list of token ids and 'loss_mask' one of 0 and 1, not"
-            f" {shown(tokens)} and {shown(mask)}"
-        )
+    for name, values_T, valid in (
+        ("input_ids", tokens, "token ids"),
+        ("loss_mask", mask, "0 and 1"),
+    ):
+        if not isinstance(values_T, list):
+            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {shown(values_T)}")
     if len(tokens) != len(mask):
         raise ValueError(
             f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there"
