@@ -663,7 +663,7 @@ class SpeculativeLM:
                 keep_logits=keep and bool(config.output_logits),
                 max_batch_size=together,
             )
-            observed = DecodingCall(
+            decoding_call = DecodingCall(
                 target,
                 drafter,
                 _rule(drafting, bool(config.do_sample), process_logits),
@@ -674,7 +674,7 @@ class SpeculativeLM:
                 prompt_inputs,
                 observers=tuple(self.observers),
             )
-            stats = self._speculate(observed, drafting)
+            stats = self._speculate(decoding_call, drafting)
         # 7. The output, in the form that was asked for.
         if call.streamer is not None:
             call.streamer.end()

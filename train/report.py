@@ -344,11 +344,8 @@ def count_flops(
             target_flops += of_target.get_total_flops()
             head_flops += of_head.get_total_flops()
             answer_tokens += int(batch.loss_mask_BT.sum())
-    if cached:
-        target_flops = 0
-    elif adapted:
-        target_flops *= 3
-    return (target_flops + 3 * head_flops) / max(answer_tokens, 1)
+    of_forward = 0 if cached else 3 if adapted else 1
+    return (of_forward * target_flops + 3 * head_flops) / max(answer_tokens, 1)
 
 
 def peak_tflops(name: str) -> float | None:

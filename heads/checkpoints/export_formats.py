@@ -114,9 +114,9 @@ def export_head(
     #    config.json: a model's own, beside weights of the same names, has others.
     config = public(config)
 
-    def written_here(folder: Path) -> bool:
+    def written_here(earlier: Path) -> bool:
         try:
-            return read_json(folder / CONFIG_FILE).keys() == config.keys()
+            return read_json(earlier / CONFIG_FILE).keys() == config.keys()
         except ValueError:
             return False
 

@@ -32,13 +32,7 @@ from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .attention import PlanlessRunner, TreeAttention, attending_copy
-from .base import (
-    Engine,
-    Runner,
-    TargetOutput,
-    features_of,
-    kept_logits,
-)
+from .base import Engine, Runner, TargetOutput, features_of, kept_logits
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
 from .fused_decoder import TOLERANCE, Attend, FusedDecoder, causally, fused_head

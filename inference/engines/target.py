@@ -493,8 +493,8 @@ def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> E
         return kind(target)
     # 3. All layers in the kernels, or linear layers alone: subclasses of `ModelEngine` read texts
     #    in another way than the kernels' decoder.
-    decoder = cpu_engine(target) if kind is ModelEngine else None
-    return decoder or kind(target, packed=True)
+    engine = cpu_engine(target) if kind is ModelEngine else None
+    return engine or kind(target, packed=True)
 
 
 def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:

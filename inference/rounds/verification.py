@@ -23,6 +23,9 @@ from ..trees.tree import DraftTree
 from ..trees.verify import AcceptanceRule, emitted_tokens, greedy
 from .observers import DecodingCall
 
+UNUSED = RandomSampler()
+"""Sampler for rules that draw no random numbers."""
+
 
 def random_numbers(
     rule: AcceptanceRule, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
@@ -115,7 +118,7 @@ def verify(
 ) -> Verdict:
     """The verdict on a tree by its scores."""
     sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
-    result = rule(tree, scores_BNV, sampler or RandomSampler())
+    result = rule(tree, scores_BNV, sampler or UNUSED)
     path_BA = result.path_BA
     emitted_BA = result.emitted_BA
     if emitted_BA is None:
