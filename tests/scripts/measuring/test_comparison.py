@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM
-from headstart.scripts.measuring.comparison import first_difference, in_turns
+from headstart.scripts.measuring.comparison import first_difference, in_turns, quartiles
 
 
 def test_engines_answer_each_prompt_in_turns(tiny_target):
@@ -34,6 +34,15 @@ def test_engines_answer_each_prompt_in_turns(tiny_target):
     ]
     # Of the four tokens the first is the prompt's, and the warm-up's do not count.
     assert {name: stats.tokens for name, stats in found.items()} == {"one": 9, "two": 9}
+
+
+def test_quartiles_of_one_prompt_are_that_prompt():
+    assert quartiles([2.5]) == {"median": 2.5, "lower_quartile": 2.5, "upper_quartile": 2.5}
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {
+        "median": 3,
+        "lower_quartile": 2,
+        "upper_quartile": 4,
+    }
 
 
 def test_a_difference_is_found_where_it_is_with_the_gap_between_the_logits(tiny_target):

@@ -26,6 +26,7 @@ from headstart.train.data.batches import (
     Share,
     Steps,
     loaded,
+    packed,
     worker_deaths_explained,
 )
 from headstart.train.data.chat_template import Example
@@ -51,6 +52,38 @@ def test_every_conversation_comes_exactly_once_an_epoch(count, pack):
         )
         assert sorted(len(rows) for rows in steps)[1:] == [8] * (len(steps) - 1)
         assert pack or all(len(row) == 1 for rows in steps for row in rows)
+
+
+def test_epochs_put_other_conversations_together_and_short_ones_do_not_come_first():
+    first, second = (
+        {frozenset(conversations(rows)) for rows in order(epoch=epoch)} for epoch in range(2)
+    )
+    assert first != second
+    means = [sum(LENGTHS[i] for i in conversations(rows)) / len(rows) for rows in order()]
+    assert means != sorted(means)
+
+
+def test_a_step_holds_conversations_of_similar_length():
+    def padding(steps):
+        return sum(max(LENGTHS[i] for i in step) * len(step) for step in steps) - sum(LENGTHS)
+
+    shuffled = [list(range(i, min(i + 8, 1003))) for i in range(0, 1003, 8)]
+    assert padding(list(map(conversations, order()))) < 0.15 * padding(shuffled)
+
+
+def test_packed_rows_keep_their_budget_and_waste_little():
+    rows = packed(list(range(300)), LENGTHS, 600)
+    sizes = [sum(LENGTHS[i] for i in row) for row in rows]
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(300))
+    assert max(sizes) <= 600 and sum(sizes) > 0.95 * 600 * len(rows)
+
+
+@pytest.mark.parametrize("pack", [None, 700])
+@pytest.mark.parametrize("step", [0, 1, 125, 126, 127, 300])
+def test_going_on_from_a_step_is_what_would_have_come(step, pack):
+    whole = Order(LENGTHS, 8, 3, pack)
+    expected = list(itertools.islice(whole.from_step(0), step, step + 9))
+    assert list(itertools.islice(whole.from_step(step), 9)) == expected
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
