@@ -20,7 +20,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from ..inference.targets.dtypes import dtype_named
 from ..inference.targets.provenance import provenance
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig, head_options
-from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
+from .data.batches import Batch, Share, Step, Steps, collate, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
     any_process,
@@ -65,7 +64,7 @@ from .evaluate import (
     try_evaluation,
 )
 from .features.by_mode import check_outside_source, feature_source
-from .features.online import OnlineFeatures, online_features
+from .features.online import OnlineFeatures
 from .features.sources import OpenSource
 from .features.stored import StoredReplay
 from .head import objective_of
@@ -293,12 +292,13 @@ class Trainer:
 
         # 5. What watches the steps.
         # Counting must not fill the cache of features, so a loaded target computes its own for it.
-        on_target = partial(online_features, inputs.target, head)
+        counted = OnlineFeatures(inputs.target, head) if inputs.source is None else self.features
+        sequences = [collate([example]) for example in inputs.training[:SAMPLE]]
         flops = count_flops(
-            on_target if inputs.source is None else self.features,
+            counted,
             head,
             inputs.objective,
-            inputs.training[:SAMPLE],
+            counted.read_ahead(sequences, 0),
             config.features.mode in ("cached", "stored", "served"),
             config.adapter.rank > 0,
         )

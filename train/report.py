@@ -23,8 +23,7 @@ from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference.trees.stats import acceptance_figures
 from ..plots import plotted
-from .data.batches import Batch, collate
-from .data.chat_template import Example
+from .data.batches import Batch
 from .evaluate import Evaluation
 from .run_folder import Progress, RunFolder, read_options
 from .tracking import Tracker
@@ -317,15 +316,16 @@ def count_flops(
     features_of: Callable[[Batch, torch.dtype], TargetFeatures],
     head: DraftHead,
     objective: Objective,
-    examples: Sequence[Example],
+    batches: Sequence[Batch],
     cached: bool,
     adapted: bool,
 ) -> float:
-    """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
+    """Count the arithmetic of a training step for each answer token, in FLOP, on some batches.
 
-    A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache
-    no forward either. Not counted while training: the counter changes the dispatch of operations,
-    and thereby their last digits.
+    They hold one sequence each: memory may have room for a single one in a forward. A backward
+    takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward
+    either. Not counted while training: the counter changes the dispatch of operations, and thereby
+    their last digits.
     """
     of_target = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
     of_head = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
@@ -334,9 +334,7 @@ def count_flops(
     answer_tokens = 0
     # The random state is put back: a head that draws must not train otherwise for being counted.
     with torch.random.fork_rng(), torch.no_grad():
-        # One by one: memory may have room for a single sequence in a forward.
-        for example in examples:
-            batch = collate([example])
+        for batch in batches:
             with of_target:
                 features = features_of(batch, next(head.parameters()).dtype)
             with of_head:

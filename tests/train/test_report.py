@@ -18,8 +18,9 @@ from headstart.inference import Stats
 from headstart.inference.trees.stats import RoundRecord
 from headstart.plots import plotted
 from headstart.train import loop, report
+from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
-from headstart.train.features.online import online_features
+from headstart.train.features.online import OnlineFeatures
 from headstart.train.inputs import load_inputs
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
@@ -145,15 +146,10 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     times = 0 if cached else 3 if adapted else 1
     least = 2 * blocks * 18 * times + 6 * heads * judged
     before = torch.random.get_rng_state()
-    rows = []
-
-    def features_of(batch, dtype):
-        rows.append(len(batch.tokens_BT))
-        return online_features(target, head, batch, dtype)
-
-    found = 12 * count_flops(features_of, head, Objective(), examples, cached, adapted)
+    batches = [collate([example]) for example in examples]
+    features = OnlineFeatures(target, head)
+    found = 12 * count_flops(features, head, Objective(), batches, cached, adapted)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert rows == [1, 1, 1], "a forward may have room for a single sequence"
     lm_head = 2 * target.modules.lm_head.weight.numel() * 12 * 3
     assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2
 
