@@ -396,24 +396,27 @@ def every_name() -> list[str]:
     return types + [name for name in VARIANTS if name.split("@")[0] in types]
 
 
-def tiny_config(name: str) -> PreTrainedConfig:
-    """The tiny config of a type or variant."""
+def tiny_config(name: str, **options: Any) -> PreTrainedConfig:
+    """The tiny config of a type or variant, but for `options`."""
     model_type = name.split("@")[0]
     default = AutoConfig.for_model(model_type)
-    return _shrunk(default, model_type, VARIANTS.get(name, {}))
+    return _shrunk(default, model_type, VARIANTS.get(name, {}) | options)
 
 
-def tiny_model(name: str, scale: float, untied: bool = False, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    name: str, scale: float, untied: bool = False, seed: int = 0, **options: Any
+) -> PreTrainedModel:
     """A random model of a type or variant, frozen, in float64 where its code allows that.
 
     Matrices are multiplied by `scale`, so that the next token depends on the text; `untied` gives
     the LM head weights of its own, without which a model with a tied one repeats its last token.
+    `options` are those of its config in place of the tiny ones.
 
     Raises:
         MemoryError: a model that is not tiny.
     """
     model_type = name.split("@")[0]
-    config = tiny_config(name)
+    config = tiny_config(name, **options)
     with torch.device("meta"):
         size = sum(weight.numel() for weight in _built(model_type, config).parameters())
     if size > LARGEST:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from families import model_of
 from helpers import build_model, check_distribution, head_for, other_model, parallel_model
-from hybrids import hybrid
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -50,9 +50,7 @@ def bloom() -> Target:
 
 
 def stateful(family: str) -> Target:
-    model = hybrid(family)
-    model.resize_token_embeddings(VOCAB)
-    return Target(model)
+    return Target(model_of(family, vocab_size=VOCAB))
 
 
 def spoiled() -> Target:
@@ -69,9 +67,9 @@ def spoiled() -> Target:
 TARGETS: dict[str, Callable[[], Target]] = {
     "dense": lambda: Target(build_model(VOCAB).requires_grad_(False)),
     "chains only": bloom,
-    "gated delta": lambda: stateful("qwen3.5, gated delta"),
-    "convolution": lambda: stateful("lfm2, convolution"),
-    "mamba-2": lambda: stateful("granite-4, mamba-2"),
+    "gated delta": lambda: stateful("qwen3_5_text"),
+    "convolution": lambda: stateful("lfm2"),
+    "mamba-2": lambda: stateful("granitemoehybrid"),
     "spoiled by a draft": spoiled,
 }
 ROUNDED = {"chains only": 1e-7, "gated delta": 1e-6, "convolution": 1e-6, "mamba-2": 1e-6}

@@ -7,27 +7,21 @@ import json
 
 import pytest
 import torch
-import transformers as tf
-from hybrids import HYBRIDS
-from integration.test_families import BASE
-from integration.test_families import FAMILIES as families
+from families import ATTENTION, VOCAB
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 
 from headstart.inference import Target
 from headstart.inference.outer_modules import OuterTarget
 
-FAMILIES = {name: build for name, build in families.items() if name not in HYBRIDS}
-FAMILIES["llama, tied"] = lambda: tf.LlamaForCausalLM(
-    tf.LlamaConfig(**BASE, tie_word_embeddings=True)
-)
+FAMILIES = {**ATTENTION, "llama, tied": {"tie_word_embeddings": True}}
 """Norms, scales, soft caps, biases, tied and untied LM heads, and names of their own."""
-JOINED = ("qwen3-moe", "mixtral")
+JOINED = ("qwen3_moe", "mixtral")
 """Whose checkpoints keep weights apart that transformers joins."""
 
 
 def saved(folder, family, **options):
-    torch.manual_seed(0)
-    model = FAMILIES[family]()
+    model = tiny_model(family.split(",")[0], 1.0, vocab_size=VOCAB, **FAMILIES[family]).float()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) / 3
     model.save_pretrained(folder, **options)
@@ -44,7 +38,7 @@ def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype)
     assert torch.equal(outer.modules.embed(tokens_BT), whole.modules.embed(tokens_BT))
     _, last_BTD = whole.read(tokens_BT, ())
     assert torch.equal(outer.modules.logits(last_BTD), whole.modules.logits(last_BTD))
-    raw_BTD = torch.randn(2, 6, 32).to(dtype)
+    raw_BTD = torch.randn(2, 6, whole.info.hidden_size).to(dtype)
     assert torch.equal(outer.modules.norm(raw_BTD), whole.modules.norm(raw_BTD))
     assert (outer.info, outer.dtype, outer.end_tokens, outer.max_positions) == (
         whole.info,
@@ -115,7 +109,7 @@ def packed(tensors):
     return {
         **without("lm_head.weight")(tensors),
         "lm_head.qweight": head.to(torch.int32),
-        "lm_head.scales": torch.ones(37),
+        "lm_head.scales": torch.ones(VOCAB),
     }
 
 

@@ -10,24 +10,23 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
+from families import target_of as family_target
 from helpers import LargestTensor
 from hypothesis import given
 from hypothesis import strategies as st
-from integration import test_families as families
 
 from headstart.inference import Target
 from headstart.inference.engines.target import SIMILAR, of_similar_length, sequences_in
 
-SEQUENCES = ("llama", "mistral, windowed", "qwen3-moe", "gemma3, alternating", "gpt-2")
-STATES = ("qwen3.5, gated delta", "lfm2, convolution", "granite-4, mamba-2", "mamba-2 alone")
+SEQUENCES = ("llama", "mistral", "qwen3_moe", "gemma3_text", "gpt2")
+STATES = ("qwen3_5_text", "lfm2", "granitemoehybrid", "mamba2")
 FAMILIES = {
-    family: functools.partial(families.build, family, "sdpa") for family in SEQUENCES + STATES
+    family: functools.partial(family_target, family, "sdpa") for family in SEQUENCES + STATES
 }
-FAMILIES["mamba-2 alone"] = functools.partial(families.build, "mamba-2 alone")  # no attention
 FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""
-ROUNDED = {"qwen3.5, gated delta", "granite-4, mamba-2", "mamba-2 alone"}
+ROUNDED = {"qwen3_5_text", "granitemoehybrid", "mamba2"}
 """Whose recurrences are computed in float32."""
 
 
@@ -71,8 +70,8 @@ def test_states_in_packed_rows_are_those_of_each_sequence_alone(family):
             place = slice(start, start + len(text))
             torch.testing.assert_close(features_BTF[row, place], features_1TF[0], **close)
             torch.testing.assert_close(last_BTD[row, place], last_1TD[0], **close)
-    assert features_BTF.shape == (*tokens_BT.shape, 32 * len(layers))
-    assert last_BTD.shape == (*tokens_BT.shape, 32)
+    assert features_BTF.shape == (*tokens_BT.shape, target.info.hidden_size * len(layers))
+    assert last_BTD.shape == (*tokens_BT.shape, target.info.hidden_size)
 
 
 def test_gradients_reach_the_weights_through_packed_rows():

@@ -13,100 +13,15 @@ import time
 import pytest
 import random_cases
 import torch
-import transformers as tf
-from hybrids import HYBRIDS, hybrid
+from families import FAMILIES, VOCAB, model_of, target_of
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads import TargetFeatures, build_head
 from headstart.heads.objective import Objective
-from headstart.inference import Target, TreeShape
+from headstart.inference import Target
 from headstart.inference.engines.masks import in_window
-
-VOCAB = 37
-WINDOW = 3
-"""Shorter than any text here, and than the trees are deep."""
-BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-HEAD = {**BASE, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
-FAMILIES = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
-    "mistral, windowed": lambda: tf.MistralForCausalLM(
-        tf.MistralConfig(**HEAD, sliding_window=WINDOW)
-    ),
-    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**BASE)),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**HEAD)),
-    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**HEAD, **EXPERTS)),
-    "mixtral": lambda: tf.MixtralForCausalLM(
-        tf.MixtralConfig(**HEAD, num_local_experts=4, sliding_window=None)
-    ),
-    "gemma2, soft-capped and alternating": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(
-            **HEAD, **ALTERNATING, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
-        )
-    ),
-    "gemma3, alternating": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**HEAD, **ALTERNATING)),
-    "phi-3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**BASE, sliding_window=None)),
-    "olmo-2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**BASE)),
-    "granite": lambda: tf.GraniteForCausalLM(
-        tf.GraniteConfig(**BASE, logits_scaling=2.0, residual_multiplier=0.7)
-    ),
-    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(
-        tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})
-    ),
-    "gpt-2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
-        )
-    ),
-    "falcon, rotary": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(
-            **{name: value for name, value in BASE.items() if name != "num_key_value_heads"},
-            alibi=False,
-        )
-    ),
-    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**BASE)),
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
-    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
-    **HYBRIDS,
-}
-SHAPES = {
-    "chain": TreeShape.chain(4),
-    "tree": TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]]),
-}
-
-
-def build(family, attention="eager"):
-    """A model whose next token depends on its prefix."""
-    if family in HYBRIDS:
-        old = Version(tf.__version__) < Version("5.16")
-        try:
-            model = hybrid(family)
-        except Exception as error:  # the model, or a name in its config, is newer than this version
-            if not old:
-                raise
-            pytest.skip(f"cannot be built: {error}")
-        model.set_attn_implementation(attention)
-        if old:  # modules that keep states are right, or refused
-            try:
-                Target(model).check_decoding()
-            except ValueError as error:
-                pytest.skip(f"refused by name: {error}")
-        return Target(model)
-    torch.manual_seed(0)
-    model = FAMILIES[family]().double().eval()
-    model.set_attn_implementation(attention)
-    model.set_experts_implementation("eager")  # the faster ones know no float64
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data *= 4 if family == "cohere" else 3
-    model.generation_config = tf.GenerationConfig(pad_token_id=0)
-    return Target(model)
 
 
 def rows_of(lengths, vocab=VOCAB):
@@ -120,7 +35,7 @@ def rows_of(lengths, vocab=VOCAB):
 def test_the_ends_give_the_models_own_logits(family):
     """Scaled, bent and with their bias, for training's targets and for heads that share the LM
     head."""
-    target, tokens_BT = build(family), torch.stack(rows_of([7, 7]))
+    target, tokens_BT = target_of(family), torch.stack(rows_of([7, 7]))
     bias = target.model.get_output_embeddings().bias
     if bias is not None:
         torch.nn.init.normal_(bias)
@@ -153,10 +68,10 @@ def test_the_ends_give_the_models_own_logits(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_starts_from_a_block_of_its_own_computation_alone(family):
-    target = build(family)
+    target = target_of(family)
     layers = {"feature_layers": [0, -1]}
     head = build_head("eagle3", {**layers, "start": "last"}, target.info).double()
-    if family in ("llama", "mistral, windowed"):
+    if family in ("llama", "mistral"):
         head.initialize(target.modules, torch.ones(VOCAB))
         return
     with pytest.raises(ValueError, match=r"eagle3 cannot start .*choose start: random"):
@@ -165,7 +80,7 @@ def test_a_head_starts_from_a_block_of_its_own_computation_alone(family):
 
 def test_flex_attention_gets_the_same_mask():
     """Its kernels run on GPUs; here the mask is compared with the additive one."""
-    target = build("gemma3, alternating")
+    target = target_of("gemma3_text")
     seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
     seen = dict.fromkeys(target.attention_kinds, seen_BNS)
@@ -186,7 +101,7 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
         def dequantize(self):
             raise NotImplementedError
 
-    model = FAMILIES["llama"]().eval()
+    model = model_of("llama")
     layer = model.model.layers[0].mlp.up_proj
     plain, found = layer.weight.detach(), set()
     for parts in ((plain, plain), (plain, plain + 1), (plain + 1, plain)):
@@ -195,9 +110,7 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
     assert len(found) == 3
 
 
-@functools.cache
-def built(family):
-    return build(family)
+kept_target_of = functools.cache(target_of)
 
 
 @pytest.fixture(scope="module")
@@ -218,4 +131,4 @@ def rate(request):
 )
 def test_no_random_case_differs_from_generate(monkeypatch, rate, case, chosen):
     rate.append(time.perf_counter())
-    random_cases.check(built(case["family"]), case, chosen, monkeypatch)
+    random_cases.check(kept_target_of(case["family"]), case, chosen, monkeypatch)

@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 import torch
+from families import VOCAB, model_of
 from helpers import check_identity, head_for, limited
-from hybrids import VOCAB, hybrid
 from tiny_models import tiny_model
 
 from headstart.heads import build_head
@@ -18,15 +18,15 @@ from headstart.inference.engines.stateful import StatefulEngine, leaf_paths
 from headstart.inference.targets.states import check_states, states_follow_chunks
 
 KINDS = (
-    "qwen3.5, gated delta",
-    "kimi-linear, KDA and MLA",
-    "lfm2, convolution",
-    "granite-4, mamba-2",
-    "falcon-h1, mamba-2 beside attention",
-    "mamba-2 alone",
+    "qwen3_5_text",
+    "kimi_linear",
+    "lfm2",
+    "granitemoehybrid",
+    "falcon_h1",
+    "mamba2",
 )
 """One family of each kind of state."""
-RECURRENT = [family for family in KINDS if family != "lfm2, convolution"]
+RECURRENT = [family for family in KINDS if family != "lfm2"]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 """Recurrences are computed in float32."""
 
@@ -38,7 +38,7 @@ def targets():
 
     def target_of(family):
         if family not in made:
-            made[family] = Target(hybrid(family))
+            made[family] = Target(model_of(family))
         made[family].engine.most_pending = 8
         return made[family]
 
@@ -241,7 +241,7 @@ def test_training_reads_padded_rows_as_they_are_alone(targets, family):
     torch.testing.assert_close(last_BTD[1, :3], alone_BTD[0], **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["granite-4, mamba-2", "lfm2, convolution"])
+@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2"])
 def test_memory_that_runs_out_does_not_change_the_text(targets, monkeypatch, family):
     target = targets(family)
     head = head_for(target, "eagle3", depth=3)
@@ -264,7 +264,7 @@ def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refuse
 
 
 def test_a_model_that_fails_with_its_own_cache_is_refused_with_what_it_said(monkeypatch):
-    model = hybrid("lfm2, convolution")
+    model = model_of("lfm2")
 
     def forward(*_, **__):
         raise AttributeError("no such cache")
@@ -281,10 +281,10 @@ def test_a_draft_model_with_states_is_refused(targets, tiny_target):
     with pytest.raises(
         ValueError, match=r"cannot draft: its layers keep a convolution or recurrent state"
     ):
-        SpeculativeLM.from_pretrained(target, drafter=targets("qwen3.5, gated delta").model)
+        SpeculativeLM.from_pretrained(target, drafter=targets("qwen3_5_text").model)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5, gated delta", "lfm2, convolution"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_the_default_tree_is_a_chain_as_paths_are_lanes(targets, family):
     target = targets(family)
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).double()
@@ -295,7 +295,7 @@ def test_the_default_tree_is_a_chain_as_paths_are_lanes(targets, family):
 
 
 def test_mamba_2_reads_short_chunks_in_our_copy_alone():
-    target = Target(hybrid("granite-4, mamba-2", torch.float32))
+    target = Target(model_of("granitemoehybrid", torch.float32))
     mixers = [module for module in target.model.modules() if hasattr(module, "chunk_size")]
     for mixer in mixers:
         mixer.chunk_size = 256

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
+from families import model_of
 from helpers import Oracle, head_for
-from hybrids import hybrid
 
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, custom_generate
 from headstart.inference.engines import cpu_kernels
@@ -232,7 +232,7 @@ def test_with_the_engine_and_drafters_that_a_user_gets(name, dtype, monkeypatch)
 @pytest.mark.parametrize(
     ("build_text_model", "reason"),
     [
-        (lambda: hybrid("lfm2, convolution"), "keeps a state in addition to keys and values"),
+        (lambda: model_of("lfm2"), "keeps a state in addition to keys and values"),
         (
             lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
             "takes no",
