@@ -129,7 +129,7 @@ def packed(tensors):
         ),
         (
             lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"][:9].clone()},
-            r"as \[9, 32\], and its",
+            r"as \[9, 64\], and its",
         ),
     ],
 )
