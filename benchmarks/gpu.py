@@ -1023,7 +1023,12 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
     )
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
     flops = count_flops(
-        partial(online_features, target, head), head, OBJECTIVE, examples[:1], False, False
+        partial(online_features, target, head),
+        head,
+        OBJECTIVE,
+        [collate(examples[:1])],
+        False,
+        False,
     )
     flops *= length * rows
     if device.type == "cuda":
