@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.console import console
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.rounds import loop
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.inference.text.prompt_files import read_prompts
@@ -31,8 +30,6 @@ from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.data.self_made import WAVES
 
 PADDED = "headstart, prompts padded to the longest"
-APART = loop.APART_ON_CPU
-"""As it is without `PADDED`."""
 
 
 def main() -> None:
@@ -60,10 +57,11 @@ def main() -> None:
     if args.head:
         sides["headstart with a head"] = SpeculativeLM.from_pretrained(target, args.head).warmup()
     block = WAVES * args.batch
+    least = target.engine.least_padding
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number, start in enumerate(range(0, len(prompts) - block + 1, block)):
         for name in turns([*sides], number):
-            loop.APART_ON_CPU = int(1e9) if name == PADDED else APART
+            target.engine.least_padding = int(1e9) if name == PADDED else least
             began = time.perf_counter()
             tokens = answer(
                 sides[name], prompts[start : start + block], args.batch, target, settings

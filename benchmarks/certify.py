@@ -23,6 +23,7 @@ import torch
 from common import HEAD, TARGET, arguments, save
 
 from headstart.addons.certify.page import verdict_words
+from headstart.heads.checkpoints.hub import local_folder
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
@@ -82,7 +83,7 @@ def write_parts(folder: Path, target: str, head: str) -> None:
         whole = Target.from_pretrained(target, torch.float32, "cpu")
         whole.model.save_pretrained(folder / "target")
         load_tokenizer(target).save_pretrained(folder / "target")
-        publishable(head, folder / "head", Listing(), {})
+        publishable(local_folder(head), folder / "head", Listing(), {})
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.scripts.command_line import options, run
-from headstart.train import loop
+from headstart.train import inputs, loop
 from headstart.train.config import (
     DataConfig,
     EvalConfig,
@@ -207,7 +207,14 @@ def as_it_hung() -> None:
 
 def as_it_crashed() -> None:
     """A block of a sharded target runs before the target ever did."""
-    placement.Target.read = lambda *_: None  # type: ignore[assignment, method-assign]
+    read, find = placement.Target.read, inputs.head_of
+
+    def head_of(*given: Any, **named: Any) -> Any:
+        placement.Target.read = read
+        return find(*given, **named)
+
+    placement.Target.read = lambda *_: None  # type: ignore[assignment]
+    inputs.head_of = head_of
 
 
 PLANTED: dict[str, Callable[[], None]] = {"hang": as_it_hung, "crash": as_it_crashed}
@@ -217,7 +224,6 @@ PLANTED: dict[str, Callable[[], None]] = {"hang": as_it_hung, "crash": as_it_cra
 def make_runs(jobs: list[dict[str, Any]]) -> None:
     """Make the runs in this process of a launch; write what became of each."""
     rank = os.environ.get("RANK", "0")
-    original = placement.Target.read
     for job in jobs:
         forget_launch()
         report = Path(f"{job['report']}.{rank}")
@@ -231,14 +237,6 @@ def make_runs(jobs: list[dict[str, Any]]) -> None:
                 PLANTED[job["plant"]]()
             started = time.monotonic()
             config = options(TrainConfig, "train", "", ["--config", job["config"]])
-            if job["plant"] == "crash":  # only while the target is loaded
-                find = loop.head_of
-
-                def head_of(*given: Any, find: Any = find) -> Any:
-                    placement.Target.read = original  # type: ignore[method-assign]
-                    return find(*given)
-
-                loop.head_of = head_of
             loop.train(config)
             faulthandler.cancel_dump_traceback_later()
             end.cancel()

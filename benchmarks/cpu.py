@@ -94,8 +94,8 @@ def main() -> None:
     tokenizer, settings = load_tokenizer(args.target), answer_settings(args.new_tokens, 0.0)
     prompts = encoded(tokenizer, args.prompts, args.limit)
     if args.kinds:
-        for name, rows in sorted(by_kind(args.kinds, args.limit).items()):
-            prompts[name] = [prompt_ids(tokenizer, messages) for messages in rows]
+        for name, chats in sorted(by_kind(args.kinds, args.limit).items()):
+            prompts[name] = [prompt_ids(tokenizer, messages) for messages in chats]
     if not prompts:
         parser.error("--prompts or --kinds is needed")
     compile = not args.eager

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from process_status import memory_mib
@@ -34,7 +35,7 @@ from headstart.inference.targets.provenance import provenance
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.conversations import open_file
-from headstart.train.data.token_cache import key_of
+from headstart.train.data.token_cache import key_of, lengths_of
 from headstart.train.loop import train
 
 PER_FILE = 5000
@@ -119,16 +120,20 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     )
     read: list[loop.Inputs] = []
     load_inputs = loop.load_inputs
-    loop.load_inputs = lambda *given, **named: read.append(load_inputs(*given, **named)) or read[0]
 
-    def end_step(*_: object) -> None:
+    def kept(*given: Any, **named: Any) -> loop.Inputs:
+        read.append(load_inputs(*given, **named))
+        return read[0]
+
+    def end_step(*_: Any, **__: Any) -> None:
         seconds, peak = time.time() - args.began, memory_mib("VmHWM")
         training = read[0].training
         found = {"seconds": seconds, "peak_gb": peak * 2**20 / 1e9, "sequences": len(training)}
-        print("\n" + json.dumps({**found, "tokens": sum(training.lengths)}), flush=True)
+        print("\n" + json.dumps({**found, "tokens": sum(lengths_of(training))}), flush=True)
         sys.exit()
 
-    loop.MetricsLogger.end_step = end_step
+    loop.load_inputs = kept
+    loop.MetricsLogger.end_step = end_step  # type: ignore[method-assign]
     train(config)
 
 

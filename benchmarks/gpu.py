@@ -44,7 +44,7 @@ from gpu_kernels import PREFIX, PROFILED, kernel_table, profiled_rounds, trace_o
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from headstart.console import log, show_on_console
 from headstart.heads import build_head, losses
@@ -60,6 +60,7 @@ from headstart.inference import (
     DynamicShape,
     SpeculativeLM,
     Target,
+    TreePolicy,
     TreeShape,
     load_tokenizer,
 )
@@ -815,7 +816,7 @@ def kernels(bench: Bench) -> None:
     bench.write()
 
 
-Way = Callable[[nn.Module], Target]
+Way = Callable[[PreTrainedModel], Target]
 """Builds a target, with its engine, around a model."""
 
 
@@ -882,14 +883,14 @@ def compare(
             )
 
 
-def by_known_decoder(model: nn.Module) -> Target:
+def by_known_decoder(model: PreTrainedModel) -> Target:
     """A target as it is by default: fused kernels between the model's linear layers."""
     target = Target(model)
     target.compile(True)
     return target
 
 
-def by_transformers_layers(model: nn.Module) -> Target:
+def by_transformers_layers(model: PreTrainedModel) -> Target:
     """A target whose layers, and those of heads, run as transformers' code says, with the same
     attention."""
     target = by_known_decoder(model)
@@ -934,7 +935,10 @@ def real_head(bench: Bench) -> None:
         for ids_1T in rows
     ]
     head = load_head(str(EXAMPLE_HEAD))[0].to(target.device, target.dtype).eval()
-    trees = {"chain of 3": TreeShape.chain(3), "32 nodes": DynamicShape(32, 7, 8)}
+    trees: dict[str, TreePolicy] = {
+        "chain of 3": TreeShape.chain(3),
+        "32 nodes": DynamicShape(32, 7, 8),
+    }
     lms = {"none": SpeculativeLM(target)}
     for name, tree in trees.items():
         lms[name] = SpeculativeLM(target, tree_drafter(head, tree, target.draft_modules))

@@ -124,15 +124,14 @@ def main() -> None:
     head = SpeculativeLM.from_pretrained(target, args.head)
     heading = f"Hardware: {hardware()}. {args.limit} prompts, {args.new_tokens} new tokens."
     if args.epochs:
-        prompts = encoded(tokenizer, args.prompts[:1], args.limit)
         apart = History(earlier=False)
-        sides = {
+        lms = {
             "head": without_history(head),
             "head and own text": SpeculativeLM.from_pretrained(target, args.head, drafter=apart),
             "head and history": head,
         }
-        [rows] = prompts.values()
-        save(args.output, [heading, "", *epochs(sides, rows, args.epochs, args.new_tokens)])
+        [rows] = encoded(tokenizer, args.prompts[:1], args.limit).values()
+        save(args.output, [heading, "", *epochs(lms, rows, args.epochs, args.new_tokens)])
         return
     engines = {
         "plain": SpeculativeLM.from_pretrained(target),
@@ -142,8 +141,8 @@ def main() -> None:
     }
     files = encoded(tokenizer, args.prompts, args.limit)
     if args.conversations:
-        for kind, rows in kinds(args.conversations, args.limit).items():
-            files[kind] = [prompt_ids(tokenizer, messages) for messages in rows]
+        for kind, chats in kinds(args.conversations, args.limit).items():
+            files[kind] = [prompt_ids(tokenizer, messages) for messages in chats]
     titles = [*engines][1:]
     lines = [heading, "", f"| prompts | {' | '.join(titles)} | tokens a round |"]
     lines.append("|---" * (len(titles) + 2) + "|")

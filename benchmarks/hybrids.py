@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ from headstart.inference import DraftTree, Target, TreeShape
 from headstart.inference.engines.stateful import StatefulEngine
 from headstart.inference.targets.provenance import hardware
 
-BASE = {
+BASE: dict[str, Any] = {
     "vocab_size": 16384,
     "hidden_size": 768,
     "intermediate_size": 2304,

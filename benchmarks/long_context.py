@@ -179,8 +179,8 @@ class Round:
 
     def __init__(self, head: DraftHead, modules: TargetModules, length: int) -> None:
         self.head = head
-        depth = head.max_depth
-        self.rows = ModelRows(head, modules, depth, depth)
+        self.rows = ModelRows(head, modules)
+        self.rows.make_room(head.max_depth, head.max_depth)
         self.features = len(head.feature_layers) * head.target.hidden_size
         with torch.inference_mode():
             capacity = length + (ROUNDS + 1) * COMMITTED

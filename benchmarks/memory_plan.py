@@ -239,10 +239,10 @@ def measure(job: dict[str, Any]) -> None:
         peaks["evaluation"] = memory_mib("VmHWM") - before[0]
         return found
 
-    def saved(*given: Any) -> Any:
+    def saved(*given: Any, **more: Any) -> Any:
         peaks["training"] = memory_mib("VmHWM") - before[0]
         reset_peak()
-        found = save(*given)
+        found = save(*given, **more)
         peaks["saving"] = memory_mib("VmHWM") - before[0]
         return found
 

@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice, pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def is_sequence(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)
 
 
-def edits(node: ast.AST, returns_bool: bool) -> Iterator[tuple[str, ast.AST, ast.AST, str]]:
+def edits(node: ast.AST, returns_bool: bool) -> Iterator[tuple[str, Any, Any, str]]:
     """The faults of one node, as (kind, first and last node of what is replaced, change).
 
     A change is the new text, with {0} and {1} for those of the two nodes, or "old -> new" for an
@@ -127,7 +128,9 @@ def edits(node: ast.AST, returns_bool: bool) -> Iterator[tuple[str, ast.AST, ast
             yield "returned bool", value, value, "not ({0})"
 
 
-def nodes(node: ast.AST, function: str = "", is_bool: bool = False) -> Iterator[tuple]:
+def nodes(
+    node: ast.AST, function: str = "", is_bool: bool = False
+) -> Iterator[tuple[ast.AST, str, bool]]:
     """Each node that may be changed, the function around it, and whether that returns a bool."""
     if isinstance(node, UNTOUCHED):
         return
@@ -143,7 +146,7 @@ def nodes(node: ast.AST, function: str = "", is_bool: bool = False) -> Iterator[
                     yield from nodes(child, function, is_bool)
 
 
-def faults(area: str, path: Path) -> Iterator[dict]:
+def faults(area: str, path: Path) -> Iterator[dict[str, Any]]:
     """All faults that can be planted in a file, as lines of the output without a result."""
     source = path.read_bytes()
     tree = ast.parse(source)
@@ -151,7 +154,7 @@ def faults(area: str, path: Path) -> Iterator[dict]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    def place(node: ast.AST) -> tuple[int, int]:
+    def place(node: Any) -> tuple[int, int]:
         first = starts[node.lineno - 1] + node.col_offset
         return first, starts[node.end_lineno - 1] + node.end_col_offset
 
@@ -179,7 +182,7 @@ def faults(area: str, path: Path) -> Iterator[dict]:
             }
 
 
-def changes_code(fault: dict) -> bool:
+def changes_code(fault: dict[str, Any]) -> bool:
     """Whether a fault's file is another program, and one that can be compiled."""
     source = (ROOT / fault["path"]).read_text("utf-8")
     try:
@@ -188,7 +191,7 @@ def changes_code(fault: dict) -> bool:
         return False
 
 
-def planted(source: str, fault: dict) -> str:
+def planted(source: str, fault: dict[str, Any]) -> str:
     """A module's text with a fault where its lines are now; ValueError if they are not there."""
     places = [found.start() for found in re.finditer(re.escape(fault["before"]), source)]
     if not places:
@@ -197,10 +200,10 @@ def planted(source: str, fault: dict) -> str:
     return source[:nearest] + fault["after"] + source[nearest + len(fault["before"]) :]
 
 
-def draw(area: str, seed: int) -> Iterator[dict]:
+def draw(area: str, seed: int) -> Iterator[dict[str, Any]]:
     """The faults of an area in random order, of each kind in turn."""
     generator = random.Random(f"{seed} {area}")
-    by_kind: dict[str, list[dict]] = {}
+    by_kind: dict[str, list[dict[str, Any]]] = {}
     for pattern in AREAS[area]:
         for path in sorted(ROOT.glob(pattern)):
             for fault in faults(area, path):
@@ -213,7 +216,7 @@ def draw(area: str, seed: int) -> Iterator[dict]:
         yield from (fault for fault in turn if fault is not None and changes_code(fault))
 
 
-def tests_of(fault: dict, copy: Path) -> list[str]:
+def tests_of(fault: dict[str, Any], copy: Path) -> list[str]:
     """Test files for a fault, the likeliest to notice it first: those named after its module, those
     that import it, those that name its function, its folder's, the rest of its package's."""
     module = Path(fault["path"])
@@ -306,7 +309,7 @@ def run_tests(
     return run(copy, action, seconds + 2 * SECONDS_FOR_A_TEST)
 
 
-def judge(fault: dict, copy: Path, seconds: float, cases: int) -> dict:
+def judge(fault: dict[str, Any], copy: Path, seconds: float, cases: int) -> dict[str, Any]:
     """Plant a fault, run its tests, take it out again; returns what noticed it."""
     path = copy / fault["path"]
     original = path.read_text("utf-8")
@@ -380,7 +383,7 @@ def prepare(copy: Path) -> None:
     print(run(copy, compile_kernels, 600)[1], end="")
 
 
-def recheck(rows: list[dict], copy: Path, cases: int) -> list[str]:
+def recheck(rows: list[dict[str, Any]], copy: Path, cases: int) -> list[str]:
     """The tests that noticed a fault and fail without one, too."""
     tests = sorted({row["by"] for row in rows if str(row["by"]).startswith("tests/")})
     if not tests:
@@ -397,7 +400,7 @@ def recheck(rows: list[dict], copy: Path, cases: int) -> list[str]:
     ]
 
 
-def table(rows: list[dict], before: list[dict]) -> str:
+def table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
     """What became of the faults of each area, and each that was not caught; in Markdown."""
     lines = ["| area | faults | caught | equivalent | survived |", "|---|---|---|---|---|"]
     for area in [*AREAS, "all"]:
@@ -436,21 +439,21 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1, help="of each test function; 0 for all")
     options = parser.parse_args()
 
-    def read(path: Path) -> list[dict]:
+    def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
-    def key(fault: dict) -> tuple:
+    def key(fault: dict[str, Any]) -> tuple[Any, ...]:
         return fault["path"], fault["line"], fault["before"], fault["after"]
 
     before = read(options.again) if options.again else []
     known = {key(row): row for row in read(options.output)} if options.output.exists() else {}
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="headstart-mutation-") as folder:
         copy = Path(folder) / "headstart"
         checkout(copy)
         prepare(copy)
 
-        def judged(fault: dict) -> dict:
+        def judged(fault: dict[str, Any]) -> dict[str, Any]:
             row = known.get(key(fault))
             if row is None:
                 row = fault | judge(fault, copy, options.limit_seconds, options.cases)

@@ -18,6 +18,7 @@ import argparse
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def judged(
     prompts: list[Tensor],
     answers: list[Tensor],
     depth: int,
-    settings: dict[str, object],
+    settings: dict[str, Any],
 ) -> Row:
     """Statistics over the answers, then chains over the prompts."""
     lead = SpeculativeLM.from_pretrained(target, head, adaptive=False).drafter

@@ -76,7 +76,7 @@ def difference(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], stripped
         ]
     if rendered == written:
         return "none"
-    text, found = tokenizer.decode(written), tokenizer.decode(rendered)
+    text, found = str(tokenizer.decode(written)), str(tokenizer.decode(rendered))
     if text == found:
         return "other tokens of the same text"
     if (

@@ -21,7 +21,7 @@ import torch
 from common import HEAD, TARGET, Side, arguments, compared, encoded, ratio, save
 from torch import Tensor
 
-from headstart.inference import Round, SpeculativeLM, Stats, TreeShape, load_tokenizer
+from headstart.inference import Round, SpeculativeLM, Stats, load_tokenizer
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.trees.tree_spec import SampledShape
 from headstart.inference.tuning.tree_search import best_static_tree
@@ -45,7 +45,7 @@ def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
     """A side that answers with the same random numbers as all others."""
     begin: Any = lm.drafter.begin
     if blind:
-        lm.drafter.begin = lambda start: begin(replace(start, gumbel=None))  # type: ignore[method-assign]
+        lm.drafter.begin = lambda context: begin(replace(context, gumbel=None))  # type: ignore[method-assign]
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
         generator = torch.Generator().manual_seed(ids.shape[1])
@@ -116,9 +116,9 @@ def main() -> None:
     for way, spec in (("alike", COUNTED), ("drawn", f"drawn:{COUNTED}")):
         lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=spec, adaptive=False)
         rates[way] = order_rates(lm, others, settings)
-        tree: TreeShape | SampledShape = best_static_tree([rates[way]] * DEPTH, NODES)
-        tree = SampledShape(tree) if way == "drawn" else tree
-        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=tree, adaptive=False)
+        best = best_static_tree([rates[way]] * DEPTH, NODES)
+        shape = SampledShape(best) if way == "drawn" else best
+        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=shape, adaptive=False)
         sides[f"Sequoia of {NODES}, {way}"] = seeded(lm)
     lengths: dict[str, list[float]] = {name: [] for name in sides}
     ratios: dict[str, list[str]] = {name: [] for name in sides}

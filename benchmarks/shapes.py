@@ -69,14 +69,15 @@ def batches(args: argparse.Namespace) -> list[str]:
         ids[0] for rows in encoded(tokenizer, args.prompts, args.limit).values() for ids in rows
     ]
     whole = load_head(args.head)[1].tree
-    sides = {
+    assert whole is not None
+    sides: dict[str, Any] = {
         "generate": target,
         "plain": SpeculativeLM(target),
         "whole tree": SpeculativeLM.from_pretrained(target, args.head, tree=whole, adaptive=False),
         "auto": SpeculativeLM.from_pretrained(target, args.head, adaptive=False),
     }
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    nodes = sides["auto"].drafter.max_nodes  # type: ignore[union-attr]
+    nodes = sides["auto"].drafter.max_nodes
     lines = [
         (
             f"Hardware: {hardware()}; bfloat16. {len(prompts)} prompts, {args.new_tokens} new"
@@ -178,7 +179,7 @@ def memory_of(source: str, head: str, side: str, length: int) -> dict[str, float
     input_ids = torch.randint(
         1, target.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
     )
-    settings = {
+    settings: dict[str, Any] = {
         "attention_mask": torch.ones_like(input_ids),
         "max_new_tokens": LONG_TOKENS,
         "do_sample": False,

@@ -127,8 +127,8 @@ def table(
     for side in sides:
         length = stats[side].acceptance_length
         told = "-" if length != length else f"{length:.2f}"
-        engine = engines.get(side)
-        parts = engine.drafter.nested() if isinstance(engine, SpeculativeLM) else ()
+        lm = engines.get(side)
+        parts = lm.drafter.nested() if isinstance(lm, SpeculativeLM) else ()
         if any(isinstance(part, AdaptiveDrafter) for part in parts):
             told += f" ({stats[side].plain_rounds / stats[side].rounds:.0%} plain)"
         cells = [ratio(rates[side], rates[other]) for other in others]

@@ -40,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 STEPS, LENGTH, LR = 3, 1024, 1e-3
-HEAD = {"depth": STEPS, "norm_before_residual": True}
+HEAD: dict[str, Any] = {"depth": STEPS, "norm_before_residual": True}
 OBJECTIVE: dict[str, Any] = {"loss": {"kl": 1.0}, "decay": 1.0}
 OPTIM = {"name": "muon", "lr": LR, "schedule": "constant_with_warmup", "warmup": 0.0}
 RECOMMENDED = "configs/smollm2-eagle3.yaml"
@@ -165,7 +166,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     (folder / "target").mkdir()
     ends = {
         "model.embed_tokens.weight": embedding_VD,
-        "model.norm.weight": target.modules.norm.weight.detach(),
+        "model.norm.weight": target.modules.norm.get_parameter("weight").detach(),
     }
     if (
         target.modules.lm_head.weight.data_ptr()
@@ -174,8 +175,8 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
         ends["lm_head.weight"] = target.modules.lm_head.weight.detach()
     save_file(ends, folder / "target" / "model.safetensors")
     known = LlamaConfig().to_dict()  # a GGUF file's config has keys of its own
-    config = {name: value for name, value in target.config.to_dict().items() if name in known}
-    (folder / "target" / "config.json").write_text(json.dumps(config, default=str))
+    kept = {name: value for name, value in target.config.to_dict().items() if name in known}
+    (folder / "target" / "config.json").write_text(json.dumps(kept, default=str))
     head.target = dataclasses.replace(info, name=str(folder / "target"))
     export_head(head, "speculators", folder / "start", embedding_VD)
     save_file(head.state_dict(), folder / "start.safetensors")
@@ -375,7 +376,7 @@ class Theirs:
         self.model.save_pretrained(folder / name)
 
 
-SIDES = {
+SIDES: dict[str, Callable[[Path], Ours | Theirs]] = {
     "ours": Ours,
     "theirs": Theirs,
     "ours-top-k": partial(Ours, top_k=True),
@@ -452,6 +453,7 @@ def print_acceptance(args: argparse.Namespace, folder: Path, head: Any) -> None:
 
     from headstart.heads.checkpoints.files import read_json, read_weights
     from headstart.heads.checkpoints.import_formats import import_head
+    from headstart.heads.checkpoints.reading import TargetParts
     from headstart.inference import load_tokenizer
 
     kinds = encoded(load_tokenizer(args.target), args.prompts, args.limit)
@@ -461,7 +463,7 @@ def print_acceptance(args: argparse.Namespace, folder: Path, head: Any) -> None:
     heads = {"ours": head}
     for side in ("theirs", "theirs-our-lr"):
         config, tensors = read_json(folder / side / "config.json"), read_weights(folder / side)
-        heads[side], _ = import_head(config, tensors, target.info, embedding_VD)
+        heads[side], _ = import_head(config, tensors, target.info, TargetParts(embedding_VD))
     found = {side: acceptance(target, each, kinds, args.new_tokens) for side, each in heads.items()}
     print(
         f"\n{args.rows} steps of a row, {args.limit} prompts of each file, {args.new_tokens}"
@@ -544,9 +546,8 @@ def ends_of(folder: Path) -> Any:
 
     tensors = load_file(folder / "target" / "model.safetensors")
     embedding = torch.nn.Embedding.from_pretrained(tensors["model.embed_tokens.weight"])
-    lm_head = torch.nn.Linear(
-        *tensors["model.embed_tokens.weight"].shape[::-1], bias=False, device="meta"
-    )
+    tokens, width = embedding.weight.shape
+    lm_head = torch.nn.Linear(width, tokens, bias=False, device="meta")
     weight = tensors.get("lm_head.weight", embedding.weight)
     lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     return TargetModules(embedding, lm_head, torch.nn.Identity(), ())

@@ -119,7 +119,7 @@ def allocated(config: TrainConfig) -> tuple[dict[str, int], int]:
     """Bytes that stay, by what they hold, and the peak of the others."""
     accelerator = Accelerator()
     target = load_target(config, accelerator)
-    head = head_of(config, target.info)
+    head = head_of(config, target.info, target.config)
     counts_V = torch.arange(target.info.vocab_size).flip(0) + 1
     head.initialize(target.modules, counts_V)
     head.recompute = config.loop.recompute

@@ -82,7 +82,7 @@ def main() -> None:
             for name, found in texts.items()
         }
         numbers = {
-            name: [last_number(tokenizer.decode(answer_T)) for answer_T in found]
+            name: [last_number(str(tokenizer.decode(answer_T))) for answer_T in found]
             for name, found in answers.items()
         }
         lines += ["", f"## {file}", "", columns, "|---" * 6 + "|"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ WAITS, UPLOADS = 1, 2
 SAMPLED = 50
 """Operations more where tokens are drawn: by numbers for every token, computed on the device, of
 all depths at once."""
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 28),
     **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 47) for kind in HEADS},
     "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 61),
@@ -120,7 +121,7 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, do_sample):
 
 
 LAUNCHES = 12
-RECORDED = {
+RECORDED: dict[str, dict[str, Any]] = {
     "plain": {},
     "chain": {"kind": "eagle3", "tree": "chain:3"},
     "branches": {"kind": "eagle3", "tree": "branch:2x2x1"},
