@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.scripts.command_line import options, run
-from headstart.train import inputs, loop
+from headstart.train import loop
 from headstart.train.config import (
     DataConfig,
     EvalConfig,
@@ -43,7 +43,7 @@ from headstart.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from headstart.train.features import online, placement
+from headstart.train.features import online
 
 AXES: dict[str, Sequence[Any]] = {
     "engine": ("ddp", "zero1", "zero2", "fsdp2"),
@@ -205,22 +205,6 @@ def as_it_hung() -> None:
     online.CachedFeatures.__call__ = features  # type: ignore[method-assign]
 
 
-def as_it_crashed() -> None:
-    """A block of a sharded target runs before the target ever did."""
-    read, find = placement.Target.read, inputs.head_of
-
-    def head_of(*given: Any, **named: Any) -> Any:
-        placement.Target.read = read
-        return find(*given, **named)
-
-    placement.Target.read = lambda *_: None  # type: ignore[assignment]
-    inputs.head_of = head_of
-
-
-PLANTED: dict[str, Callable[[], None]] = {"hang": as_it_hung, "crash": as_it_crashed}
-"""Faults that this program must find, by their names."""
-
-
 def make_runs(jobs: list[dict[str, Any]]) -> None:
     """Make the runs in this process of a launch; write what became of each."""
     rank = os.environ.get("RANK", "0")
@@ -234,7 +218,7 @@ def make_runs(jobs: list[dict[str, Any]]) -> None:
             end.daemon = True
             end.start()
             if job["plant"]:
-                PLANTED[job["plant"]]()
+                as_it_hung()
             started = time.monotonic()
             config = options(TrainConfig, "train", "", ["--config", job["config"]])
             loop.train(config)
@@ -365,7 +349,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--runs", type=int, help="how many of the combinations; all by default")
     parser.add_argument("--engine", choices=AXES["engine"], help="only those of this engine")
-    parser.add_argument("--plant", choices=PLANTED, help="a fault to find")
+    parser.add_argument("--plant", choices=["hang"], help="a fault to find")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of a run")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
