@@ -653,6 +653,11 @@ def test_what_cannot_be_trained_on_is_refused_by_name(objective: Any, message: s
         Objective(*objective).check("eagle3")
 
 
+def test_a_truncated_target_and_reverse_kl_are_taken_one_by_one() -> None:
+    Objective({"ce": 1.0}, target_top_k=8).check("eagle3")
+    Objective({"reverse_kl": 0.1}).check("eagle3")
+
+
 def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
     Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", ("smooth_l1",))
     with refused("unknown 'l1' smooth_l1"):

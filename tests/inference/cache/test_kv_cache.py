@@ -13,7 +13,7 @@ import torch
 from helpers import LargestTensor
 
 from headstart.inference.cache import kv_cache
-from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache
+from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache, slots_for
 
 NODES = 4
 PATHS = [(0, *rest) for rest in product(range(1, NODES), repeat=2) if rest[0] < rest[1]]
@@ -60,6 +60,11 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
             cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET
             and cache.capacity % BUCKET == 0
         )
+
+
+def test_a_capacity_that_doubles_is_the_least_power_of_two():
+    assert [slots_for(tokens, "buckets") for tokens in (300, 800, 1100)] == [512, 1024, 1280]
+    assert [slots_for(tokens, "doubling") for tokens in (300, 800, 1100)] == [1024, 1024, 2048]
 
 
 def test_a_dropped_cache_frees_its_memory_at_once():
