@@ -21,7 +21,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from headstart.inference import SpeculativeLM, Target, TreeShape
+from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.targets.segments import Segments, segments_of
 
 VOCAB = 60
@@ -150,6 +150,22 @@ def test_a_long_prompt_that_is_read_in_pieces(name, monkeypatch):
     for length in (20, BORDER + 3, 2 * BORDER + 9):
         prompt = prompt_of(length)
         check(oracle(target, prompt, 12), prompt, 12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_that_crosses_the_border_and_comes_back(name):
+    target = Target(build(name))
+    lm = SpeculativeLM.from_pretrained(
+        target, drafter="prompt-lookup", adaptive=False, compile=False
+    )
+    past = Conversation()
+    for length, new_tokens in ((8, 6), (20, 20), (19, 4), (30, 20), (34, 4), (9, 5), (23, 9)):
+        prompt_T = prompt_of(60)[:length]
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES}
+        output = lm.generate(prompt_T[None], past_key_values=past, **settings)
+        truth = written_alone(target.model, prompt_T, **settings)
+        assert output.sequences[0, length:].tolist() == truth, (length, new_tokens)
+        assert past.get_seq_length() == length + new_tokens - 1
 
 
 @pytest.mark.parametrize(("name", "compile"), list(zip(MODELS, itertools.cycle([True, False]))))
