@@ -291,8 +291,7 @@ class Recorder:
         if numbers is None:
             return columns
         # The rule decides once more, by the same random numbers.
-        drawing = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers.from_start()
-        sampler = RecordingSampler(drawing)
+        sampler = RecordingSampler(sampler_by(numbers))
         rule(tree, finished.scores_BNV, sampler)
         if sampler.probs is None:
             return columns

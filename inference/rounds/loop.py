@@ -50,7 +50,7 @@ from ..cache.kv_cache import TreeCache
 from ..drafters.base import NoDraft
 from ..drafters.round import Ahead, Round, read_by_host
 from ..engines.base import TargetOutput
-from ..trees.sampling import RandomSampler, Sampler
+from ..trees.sampling import RandomSampler, sampler_by
 from ..trees.stats import Stats
 from ..trees.tree import DraftTree
 from ..trees.verify import point_mass
@@ -59,7 +59,7 @@ from .noise import PositionNoise
 from .observers import DecodingCall, observing
 from .prefill import prefill_all, prefill_slots, similar_lengths
 from .sequences import Sequences
-from .verification import precomputed, random_numbers, verify_and_commit
+from .verification import random_numbers, verify_and_commit
 
 
 @torch.inference_mode()
@@ -254,10 +254,13 @@ def verify_round(
     if process_logits.reads_text and not repeated and is_spoiled(output, sequences, sampled):
         return None  # before a processor sees logits that plain decoding would not show it
 
-    # 4 Scores: each node's logits after the processors, by the text that ends with the node.
-    sampler: Sampler = call.sampler
-    if call.noise is not None:
-        sampler = call.noise.sampler(verified)
+    # 4 Scores: each node's logits after the processors, by the text that ends with the node. The
+    #   round's random numbers are drawn before, as a rule may be asked several times. They are
+    #   drawn outside of what is recorded, or each replay would repeat them.
+    with stats.timed("verify"):
+        sampler = call.sampler if call.noise is None else call.noise.sampler(verified)
+        device = output.logits_BNV.device
+        numbers = random_numbers(call.rule, verified, sampler, device)
     with stats.timed("processors"):
         # At least float32, as in transformers' own loop; float64 stays float64.
         scores_BNV = output.logits_BNV.to(
@@ -265,16 +268,11 @@ def verify_round(
         )
         if process_logits.processors:
             scores_BNV = process_logits(scores_BNV, verified, sequences.text, sequences.decoded)
-        # Processors with a state may see accepted tokens only, so they score node by node. The rule
-        # is asked after each one, every time with the same random numbers, drawn here.
+        # Processors with a state may see accepted tokens only, so they score node by node.
         if process_logits.one_by_one and verified.max_depth > 0:
-            sampler = precomputed(call.rule, verified, scores_BNV, sampler)
-            score_accepted(call, verified, scores_BNV, sampler)
+            score_accepted(call, verified, scores_BNV, numbers)
 
-    # 5 The accepted path of each row; the cache keeps its entries. Random numbers are drawn
-    #   outside of what is recorded, or each replay would repeat them.
-    with stats.timed("verify"):
-        numbers = random_numbers(call.rule, verified, scores_BNV, sampler)
+    # 5 The accepted path of each row; the cache keeps its entries.
     verdict = verify_and_commit(call, verified, output.features_BNF, scores_BNV, numbers, cache)
 
     # 6 Its tokens on the host. While the host waits, the device already runs what needs no token on
@@ -366,7 +364,10 @@ def shown_to_drafter(call: DecodingCall, finished: Round) -> Round:
 
 
 def score_accepted(
-    call: DecodingCall, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
+    call: DecodingCall,
+    tree: DraftTree,
+    scores_BNV: Tensor,
+    numbers: Tensor | RandomSampler | None,
 ) -> None:
     """Score the nodes that the rule accepts, one after another, in place.
 
@@ -393,7 +394,7 @@ def score_accepted(
     growing = [slot for slot, row in enumerate(rows) if row is not None]
     while growing:
         # 1. Ask the rule about all rows at once, each time with the same random numbers.
-        result = call.rule(tree, scores_BNV, sampler.from_start())
+        result = call.rule(tree, scores_BNV, sampler_by(numbers))
         paths = result.path_BA.tolist()
         lengths = result.lengths_B.tolist()
         grown = []

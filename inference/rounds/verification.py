@@ -18,42 +18,29 @@ from torch import Tensor
 from ...heads.layers.constants import counting
 from ..cache.kv_cache import TreeCache
 from ..drafters.round import Verdict
-from ..trees.sampling import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, sampler_by
+from ..trees.sampling import PositionSampler, RandomSampler, sampler_by
 from ..trees.tree import DraftTree
 from ..trees.verify import AcceptanceRule, emitted_tokens, greedy
 from .observers import DecodingCall
 
-UNUSED = RandomSampler()
-"""Sampler for rules that draw no random numbers."""
-
 
 def random_numbers(
-    rule: AcceptanceRule, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
-) -> Tensor | Sampler | None:
-    """Return the random numbers for a rule; None for greedy decoding.
+    rule: AcceptanceRule, tree: DraftTree, sampler: RandomSampler, device: torch.device
+) -> Tensor | RandomSampler | None:
+    """Draw all random numbers that a rule may use in a round; None for greedy decoding.
 
-    A sampler of another class, such as that from `precomputed`, is returned itself and supplies its
-    own numbers.
+    They are the exponential ones of the nodes' positions [B, N, V], or uniform ones [B, U]: one for
+    each node and depth, and one for the bonus token. A sampler of another class, such as a test's
+    that enumerates, is returned itself and supplies its own numbers.
     """
     if rule is greedy:
         return None
-    if type(sampler) is PositionSampler:
+    if isinstance(sampler, PositionSampler):
         return sampler.exponential_BNV
     if type(sampler) is not RandomSampler:
         return sampler
-    return uniform_numbers(tree, sampler, scores_BNV.device)
-
-
-def precomputed(
-    rule: AcceptanceRule, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
-) -> Sampler:
-    """Return a sampler that holds all random numbers of a round.
-
-    The rule can then be asked several times.
-    """
-    if rule is greedy or isinstance(sampler, PositionSampler):
-        return sampler
-    return PrecomputedSampler(uniform_BU=uniform_numbers(tree, sampler, scores_BNV.device))
+    rows, nodes = tree.tokens_BN.shape
+    return sampler.uniform((rows, nodes * tree.max_depth + 1), device)
 
 
 def verify_and_commit(
@@ -61,7 +48,7 @@ def verify_and_commit(
     tree: DraftTree,
     features_BNF: Tensor,
     scores_BNV: Tensor,
-    numbers: Tensor | Sampler | None,
+    numbers: Tensor | RandomSampler | None,
     cache: TreeCache,
 ) -> Verdict:
     """Return the verdict by these random numbers and commit it.
@@ -70,7 +57,7 @@ def verify_and_commit(
     """
     # A sampler counts on the host which numbers were used, so it cannot be recorded.
     runner = call.target.engine.runner
-    recorded = runner.replays and not isinstance(numbers, Sampler)
+    recorded = runner.replays and isinstance(numbers, Tensor | None)
     live_B = call.sequences.live_B
     with call.stats.timed("verify"):
         if recorded:
@@ -114,11 +101,10 @@ def verify(
     tree: DraftTree,
     features_BNF: Tensor,
     scores_BNV: Tensor,
-    numbers: Tensor | Sampler | None,
+    numbers: Tensor | RandomSampler | None,
 ) -> Verdict:
     """The verdict on a tree by its scores."""
-    sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
-    result = rule(tree, scores_BNV, sampler or UNUSED)
+    result = rule(tree, scores_BNV, sampler_by(numbers))
     path_BA = result.path_BA
     emitted_BA = result.emitted_BA
     if emitted_BA is None:
@@ -144,12 +130,3 @@ def verify(
     lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
     cut_B = lengths_B < result.lengths_B
     return Verdict(path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B)
-
-
-def uniform_numbers(tree: DraftTree, sampler: Sampler, device: torch.device) -> Tensor:
-    """Return all the uniform numbers [B, U] that a rule may draw.
-
-    There is one for each node and depth, and one for the bonus token.
-    """
-    rows, nodes = tree.tokens_BN.shape
-    return sampler.uniform((rows, nodes * tree.max_depth + 1), device)

@@ -58,10 +58,6 @@ class RandomSampler:
         """Give each row of the batch its numbers."""
         return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
 
-    def from_start(self) -> RandomSampler:
-        """A sampler that repeats the numbers, if they are precomputed; else this one."""
-        return self
-
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution, [..., V] to [...], by inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
@@ -134,15 +130,17 @@ class PrecomputedSampler(RandomSampler):
         self.used += count
         return taken_BU.reshape(shape)
 
-    def from_start(self) -> PrecomputedSampler:
-        return PrecomputedSampler(uniform_BU=self.uniform_BU)
 
+def sampler_by(numbers: Tensor | RandomSampler | None) -> RandomSampler:
+    """Return a sampler that uses these random numbers, from the first one on.
 
-def sampler_by(numbers: Tensor) -> PositionSampler | PrecomputedSampler:
-    """Return the sampler that uses these random numbers.
-
-    They are exponential ones by position [B, N, V], or uniform ones [B, U].
+    They are exponential ones by position [B, N, V], or uniform ones [B, U]. A rule that draws none
+    gets a sampler that is not asked; a sampler is returned itself.
     """
+    if numbers is None:
+        return RandomSampler()
+    if not isinstance(numbers, Tensor):
+        return numbers
     if numbers.ndim == 3:
         return PositionSampler(exponential_BNV=numbers)
     return PrecomputedSampler(uniform_BU=numbers)

@@ -24,9 +24,8 @@ from headstart.inference.rounds import loop
 from headstart.inference.rounds.loop import score_accepted
 from headstart.inference.rounds.observers import DecodingCall
 from headstart.inference.rounds.sequences import Sequences
-from headstart.inference.rounds.verification import precomputed
 from headstart.inference.trees.logits import TreeLogitsProcessor
-from headstart.inference.trees.sampling import PrecomputedSampler, RandomSampler
+from headstart.inference.trees.sampling import RandomSampler, sampler_by
 from headstart.inference.trees.tree import DraftTree
 from headstart.inference.trees.verify import RULES, greedy
 
@@ -196,14 +195,12 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
         sequences = Sequences(prompts, 50, frozenset())
         for row in range(2):
             sequences.rows[row] = [int(tree.tokens_BN[row, 0])]
-        sampler = PrecomputedSampler(
-            uniform_BU=torch.rand(2, 99, generator=draws, dtype=torch.float64)
-        )
+        uniform_BU = torch.rand(2, 99, generator=draws, dtype=torch.float64)
         scores_BNV = process(logits_BNV, tree, sequences.text, [0, 1])
-        call = DecodingCall(target, NoDraft(), rule, process, sampler, sequences)
-        score_accepted(call, tree, scores_BNV, sampler)
-        ours = rule(tree, scores_BNV, sampler.from_start())
-        whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler.from_start())
+        call = DecodingCall(target, NoDraft(), rule, process, RandomSampler(), sequences)
+        score_accepted(call, tree, scores_BNV, uniform_BU)
+        ours = rule(tree, scores_BNV, sampler_by(uniform_BU))
+        whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler_by(uniform_BU))
         assert torch.equal(ours.lengths_B, whole.lengths_B) and torch.equal(
             ours.next_tokens_B, whole.next_tokens_B
         )
@@ -341,17 +338,6 @@ def test_logits_that_are_no_numbers_are_shown_to_no_processor(tiny_target):
     assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [
         [1]
     ]
-
-
-def test_numbers_of_a_round_are_drawn_once(tiny_target):
-    """So that a rule that is asked again decides as before."""
-    tree = chain_tree(1, 3, torch.Generator().manual_seed(0))
-    draws = RandomSampler(torch.Generator().manual_seed(1))
-    fixed = precomputed(RULES["token"].verify, tree, torch.zeros(1, 4, VOCAB), draws)
-    first, again = fixed.from_start(), fixed.from_start()
-    assert torch.equal(
-        first.uniform((1, 2), torch.device("cpu")), again.uniform((1, 2), torch.device("cpu"))
-    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
