@@ -150,7 +150,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
             next_tokens_B=text_1T[:, 0],
             emitted_BA=text_1T[:, :1],
             features_BAF=features[:, -1:],
-            cut_B=torch.zeros_like(text_1T[:, 0], dtype=torch.bool),
+            spoiled_B=torch.zeros_like(text_1T[:, 0], dtype=torch.bool),
         )
         finished = Round(chain, chain, None, output, verdict, output.logits_BNV, tokens=[[0]])
 

@@ -45,7 +45,7 @@ class Verdict:
     """The emitted tokens: after each node of `path_BA`, the token that follows it."""
     features_BAF: Tensor
     """The target's features at the accepted nodes."""
-    cut_B: Tensor
+    spoiled_B: Tensor
     """Whether a path ends before an accepted node after which no token can be chosen: a score is
     NaN, or none is above -inf; in sampling one is inf."""
 
@@ -83,8 +83,8 @@ class Round:
     tokens: Sequence[list[int]] = ()
     """On the host: each row's emitted tokens, without padding, up to the first that does not follow
     from finite scores. An idle row emits none."""
-    cut: Sequence[bool] = ()
-    """On the host: `Verdict.cut_B`."""
+    spoiled: Sequence[bool] = ()
+    """On the host: `Verdict.spoiled_B`."""
     ahead: Ahead | None = None
     """What was launched of the next round; None if nothing was, or if its roots are others."""
 
@@ -107,8 +107,8 @@ def read_by_host(finished: Round, meanwhile: Callable[[], Ahead | None] | None =
     """
     verdict = finished.verdict
     # 1. One copy for everything that the host needs. The columns of a row: its number of emitted
-    #    tokens, whether its path was cut, A emitted tokens.
-    columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]
+    #    tokens, whether its path was spoiled, A emitted tokens.
+    columns = [verdict.lengths_B[:, None], verdict.spoiled_B[:, None], verdict.emitted_BA]
     download = Download(torch.cat(columns, dim=1))
     # 2. The device gets more work before the host waits for the copy.
     ahead = None
@@ -116,9 +116,9 @@ def read_by_host(finished: Round, meanwhile: Callable[[], Ahead | None] | None =
         ahead = meanwhile()
     # sync: the only one of a round; the host must know what to return and when to stop
     rows = download.tolist()
-    # 3. A path that was cut has no bonus token: its last emitted token is the next root.
-    cut = [bool(row[1]) for row in rows]
-    if any(cut):
+    # 3. A spoiled path has no bonus token: its last emitted token is the next root.
+    spoiled = [bool(row[1]) for row in rows]
+    if any(spoiled):
         ahead = None
         last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
         verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
@@ -126,6 +126,6 @@ def read_by_host(finished: Round, meanwhile: Callable[[], Ahead | None] | None =
         finished,
         verdict=verdict,
         tokens=[row[2 : 2 + row[0]] for row in rows],
-        cut=cut,
+        spoiled=spoiled,
         ahead=ahead,
     )

@@ -229,10 +229,11 @@ def verify_round(
 
     `output` is the target's if the round before has launched step 3.
 
-    A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`.
-    One draft with NaN or infinite keys or values turns the scores of all nodes into NaN, even of
-    those that do not attend to it, because 0 x NaN is NaN; so does an old one that is left in the
-    cache. Such scores are always NaN, never finite and wrong: NaN is a complete test.
+    A row emits no token where the target's scores after its root are invalid
+    (`Verdict.spoiled_B`). One draft with NaN or infinite keys or values turns the scores of all
+    nodes into NaN, even of those that do not attend to it, because 0 x NaN is NaN; so does an old
+    one that is left in the cache. Such scores are always NaN, never finite and wrong: NaN is a
+    complete test.
 
     Returns None if the round must be repeated: a row got no token, or some sampled drafts could not
     be verified. The result of a repeated round (`fallback` is "not_finite") is final.
@@ -288,7 +289,7 @@ def verify_round(
     # Idle rows (None) emit nothing, which is not a failure.
     decoded = zip(sequences.decoded, finished.tokens, strict=True)
     every_row_got_a_token = all(tokens for row, tokens in decoded if row is not None)
-    if not every_row_got_a_token or (sampled and any(finished.cut)):
+    if not every_row_got_a_token or (sampled and any(finished.spoiled)):
         return None
     return finished
 

@@ -68,8 +68,8 @@ def verify_and_commit(
         # Idle rows: length 0, so that nothing is committed or emitted.
         if live_B is not None:
             lengths_B = verdict.lengths_B * live_B
-            cut_B = verdict.cut_B & (live_B > 0)
-            verdict = replace(verdict, lengths_B=lengths_B, cut_B=cut_B)
+            spoiled_B = verdict.spoiled_B & (live_B > 0)
+            verdict = replace(verdict, lengths_B=lengths_B, spoiled_B=spoiled_B)
     with call.stats.timed("cache"):
         if recorded:
             cache.advance(verdict.lengths_B)
@@ -125,8 +125,8 @@ def verify(
     # nodes of A = 4:
     #     finite                             1 0 1 1
     #     accepted, or the node's number     3 1 3 3
-    #     least of them, the length          1, so the path is cut
+    #     least of them, the length          1: the path is spoiled
     number_A = counting(path_BA.shape[1], path_BA.device)
     lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
-    cut_B = lengths_B < result.lengths_B
-    return Verdict(path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B)
+    spoiled_B = lengths_B < result.lengths_B
+    return Verdict(path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, spoiled_B)
