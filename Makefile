@@ -48,7 +48,7 @@ format: $(STAMP)  ## format, and fix what lint can fix
 # One case of each test function, the same ones everywhere.
 test: $(STAMP)  ## every test, with one case of those that have several; JOBS=N processes
 	@echo "One case of each test: about ten minutes on two cores. make test-all runs all cases, in 30."
-	$(PYTEST) $(PARALLEL) -m "not slow and not long" --cases 1
+	HEADSTART_FUZZ=30 $(PYTEST) $(PARALLEL) -m "not slow and not long" --cases 1
 	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) --cases 1 tests/gpu
 
 test-all: $(STAMP)  ## all cases of the tests, and of those of tests/gpu on a simulated accelerator

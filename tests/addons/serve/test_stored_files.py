@@ -162,6 +162,7 @@ def on_two_processes(script, config, folder):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
     with_target = dataclasses.replace(
         files, output=files.output + "-online", features=ServedFeaturesConfig()

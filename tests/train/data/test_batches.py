@@ -309,8 +309,10 @@ def test_workers_end_with_the_loop_and_signals_to_the_group_leave_them_alone():
     assert len(workers) == 2 and not workers & children()
 
 
-def test_a_worker_that_waits_ends_with_the_loop():
+def test_a_worker_that_waits_ends_with_the_loop(monkeypatch):
     """For a server, say: what it was asked for may take minutes."""
+    # how long torch lets a worker end by itself, and then by SIGTERM
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     data = examples()
 
     def read(batches, epoch):
@@ -324,7 +326,7 @@ def test_a_worker_that_waits_ends_with_the_loop():
         Steps(data, Share.of(2, None, 0, 1), 1, read),
         SimpleNamespace(from_step=lambda first: iter(order)),
         0,
-        2,
+        1,
         pin=False,
     )
     next(steps)
