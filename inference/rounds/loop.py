@@ -1,6 +1,6 @@
 """The speculative decoding loop.
 
-A round has these steps, which are numbered in `speculation_round` and `verify_round`:
+A round (`speculation_round`) has these steps, which are numbered in the code:
 
     1  proposed = drafter.propose(roots)                 what may follow each row's newest token,
                                                          the root
@@ -158,55 +158,31 @@ def speculation_round(
     """One draft, one target forward, one verification, for all active rows.
 
     `ahead` is what the round before has launched of this one.
-
-    Where memory runs out, or a draft makes the target's scores invalid, the round is tried again
-    with a smaller proposal. What a failed attempt leaves in the cache's free slots and in the
-    drafter cannot change the output.
     """
     drafter = call.drafter
     sequences = call.sequences
     stats = call.stats
-    # Compared after a failure: a new lengths tensor, or another call of the processors, means that
-    # the attempt went too far to be repeated.
     committed_B = cache.lengths_B
-    calls = call.process_logits.calls
     if call.noise is not None:
         call.noise.move_to(sequences.active)
-    proposed = None if ahead is None else ahead.proposed
-    output = None if ahead is None else ahead.output
-    finished: Round | None = None
-    while finished is None:
-        try:
-            # 1 What may follow each row's newest token. A proposal that exists already is kept:
-            #   after an error in the forward it is cut smaller, not drafted again.
-            if proposed is None:
-                with stats.timed("draft"):
-                    proposed = drafter.propose(roots_B)
-            # 2 to 6 The target's verdict on as much of it as it can verify.
-            finished = verify_round(call, cache, proposed, output, limits)
-        except torch.OutOfMemoryError:
-            processors_advanced = call.process_logits.calls != calls
-            if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
-                raise  # the round cannot be repeated, or a root alone did not fit
-            limits.shrink(proposed, drafter.kind)
-            if limits.gave_up:
-                proposed = NoDraft("out_of_memory").propose(roots_B)
-            continue
-        finally:
-            output = None  # a round that is repeated computes it anew
-        if finished is None:
-            assert proposed is not None
-            # Undo the attempt. The slots after the committed tokens may hold NaN, which attention
-            # would spread to every node, so they are erased, from the shortest row's end on.
-            drafter.take_back()
-            cache.lengths_B = committed_B
-            cache.erase_uncommitted(min(sequences.lengths) - 1)
-            # A plain step shows whether the target's own scores are valid. Sampled drafts have to
-            # be verified nevertheless: dropping them because of what was sampled would change the
-            # distribution.
-            if proposed.draft_probs_BNV is None:
-                proposed = NoDraft().propose(roots_B)
-            proposed = replace(proposed, fallback="not_finite")
+
+    # 1 to 6 A draft, and the target's verdict on it.
+    proposed, finished = draft_and_verify(call, cache, roots_B, ahead, limits)
+    if finished is None:
+        # A draft has made the target's scores invalid: undo the attempt. The slots after the
+        # committed tokens may hold NaN, which attention would spread to every node, so they are
+        # erased, from the shortest row's end on.
+        drafter.take_back()
+        cache.lengths_B = committed_B
+        cache.erase_uncommitted(min(sequences.lengths) - 1)
+        # A plain step shows whether the target's own scores are valid. Sampled drafts have to be
+        # verified nevertheless: dropping them because of what was sampled would change the
+        # distribution.
+        if proposed.draft_probs_BNV is None:
+            proposed = NoDraft().propose(roots_B)
+        again = Ahead(replace(proposed, fallback="not_finite"))
+        _, finished = draft_and_verify(call, cache, roots_B, again, limits, repeated=True)
+        assert finished is not None, "a repeated round is final"
 
     # 7 The tokens are appended to the text, which may end.
     with stats.timed("host"):
@@ -218,12 +194,53 @@ def speculation_round(
     return finished
 
 
+def draft_and_verify(
+    call: DecodingCall,
+    cache: TreeCache,
+    roots_B: Tensor,
+    ahead: Ahead | None,
+    limits: Limits,
+    repeated: bool = False,
+) -> tuple[DraftTree, Round | None]:
+    """Run steps 1 to 6 of a round, with ever smaller trees where memory runs out.
+
+    `ahead` is what exists already. What a failed attempt leaves in the cache's free slots and in
+    the drafter cannot change the output.
+
+    Returns the proposal and what `verify_round` returns for it.
+    """
+    # Compared after an error: a new lengths tensor, or another call of the processors, means that
+    # the attempt went too far to be repeated.
+    committed_B = cache.lengths_B
+    calls = call.process_logits.calls
+    proposed = None if ahead is None else ahead.proposed
+    output = None if ahead is None else ahead.output
+    while True:
+        try:
+            # 1 What may follow each row's newest token. After an error in the forward, the proposal
+            #   is cut smaller, not drafted again.
+            if proposed is None:
+                with call.stats.timed("draft"):
+                    proposed = call.drafter.propose(roots_B)
+            # 2 to 6 The target's verdict on as much of it as it can verify.
+            return proposed, verify_round(call, cache, proposed, output, limits, repeated)
+        except torch.OutOfMemoryError:
+            processors_advanced = call.process_logits.calls != calls
+            if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
+                raise  # the round cannot be repeated, or a root alone did not fit
+            limits.shrink(proposed, call.drafter.kind)
+            if limits.gave_up:
+                proposed = NoDraft("out_of_memory").propose(roots_B)
+        output = None
+
+
 def verify_round(
     call: DecodingCall,
     cache: TreeCache,
     proposed: DraftTree,
     output: TargetOutput | None,
     limits: Limits,
+    repeated: bool,
 ) -> Round | None:
     """Run steps 2 to 6 of a round: cut the tree, verify it in one forward, commit what it accepts.
 
@@ -236,12 +253,11 @@ def verify_round(
     complete test.
 
     Returns None if the round must be repeated: a row got no token, or some sampled drafts could not
-    be verified. The result of a repeated round (`fallback` is "not_finite") is final.
+    be verified. The result of a repeated round is final.
     """
     sequences = call.sequences
     stats = call.stats
     process_logits = call.process_logits
-    repeated = proposed.fallback == "not_finite"
     sampled = proposed.draft_probs_BNV is not None
 
     # 2 The part that the target can verify now.
