@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
 from headstart.heads.draft_positions import DraftPositions
-from headstart.heads.losses import draft_loss
+from headstart.heads.losses import draft_loss, with_feature_loss
 from headstart.heads.objective import LOSSES, NEED_MASS, Objective
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
@@ -449,6 +449,38 @@ def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
     assert found.loss == 0 and not found.losses_K.any()
     found.loss.backward()
     assert not any(leaf.grad.any() for leaf in problem.leaves())
+
+
+def test_the_distance_of_predicted_features_is_that_of_eagles_paper() -> None:
+    """Smooth L1 to the target's feature at t + 1 + k, the mean over its width."""
+    mask_BT = answers(14)
+    problem = build(mask_BT)
+    random = torch.Generator().manual_seed(1)
+    shape = (len(problem.positions.index_N), TARGET_WIDTH)
+    predicted = [
+        torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for _ in range(3)
+    ]
+    objective = Objective({"smooth_l1": 0.5, "ce": 2.0}, "decay", 0.8)
+    other = problem.solve({"ce": 2.0}, decay=0.8)
+
+    expected_K = torch.zeros(3, dtype=torch.float64)
+    for k in range(3):
+        for number, row, time in judged(mask_BT, k):
+            far_D = predicted[k][number] - problem.features.last_BTD[row, time + 1 + k]
+            near = far_D.abs() < 1
+            distance_D = torch.where(near, far_D.square() / 2, far_D.abs() - 0.5)
+            expected_K[k] += 0.5 * distance_D.mean()
+    expected = (expected_K * 0.8 ** torch.arange(3)).sum()
+
+    context = (problem.features, problem.positions)
+    found = with_feature_loss(other, predicted, *context, objective)
+    torch.testing.assert_close(found.loss - other.loss, expected)
+    torch.testing.assert_close(found.losses_K - other.losses_K, expected_K.detach())
+    gradients = torch.autograd.grad(found.loss, predicted)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, predicted), strict=True):
+        torch.testing.assert_close(gradient, wanted)
+    without = with_feature_loss(other, predicted, *context, Objective({"ce": 1.0}, "decay", 0.8))
+    assert without is other
 
 
 @pytest.mark.parametrize("scale", [50.0, 1e3])
