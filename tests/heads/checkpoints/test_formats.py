@@ -884,6 +884,20 @@ def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(
         export_head(head, "safeailab", tmp_path / "other")
 
 
+@pytest.mark.parametrize("config", ['{"model_type": "llama"}', '{"architectures": ', None])
+def test_an_export_replaces_an_earlier_one_and_nothing_else(config: str | None, tmp_path: Path):
+    export_head(drawn("eagle3", {}), "speculators", tmp_path, embedding())
+    export_head(drawn("eagle3", {}), "speculators", tmp_path, embedding())
+    if config is None:
+        (tmp_path / "config.json").unlink()
+    else:
+        (tmp_path / "config.json").write_text(config)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with refused(str(tmp_path)):
+        export_head(drawn("eagle3", {}), "speculators", tmp_path, embedding())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_every_head_of_a_format_is_tried() -> None:
     for name, form in FORMATS.items():
         assert {kind for kind, _ in VARIANTS[name]} == set(form.heads)
