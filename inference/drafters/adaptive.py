@@ -182,6 +182,10 @@ class AdaptiveDrafter(BatchDrafter):
             self._started = now
         return drafter.propose(roots_B)
 
+    def stand_aside(self) -> None:
+        """Let another drafter draft this round, which tells nothing about the trees here."""
+        self.choice = None
+
     def _drafter_of(self, choice: Choice) -> BatchDrafter:
         """The drafter of a step: one of the trees, or none."""
         if self.plain and choice.candidate == 0:

@@ -273,7 +273,7 @@ class HistoryDrafter(BatchDrafter):
         if all(trie or row.ended for trie, row in pairs):
             # All rows draft from the history: the other drafter has nothing to do.
             if isinstance(self.other, AdaptiveDrafter):
-                self.other.choice = None
+                self.other.stand_aside()
             ours = [trie or Trie(row.text.last(1)) for trie, row in pairs]
             self._proposed = draft_tree(ours, roots_B.device, size)
         else:
