@@ -13,8 +13,10 @@ from helpers import check_identity, head_for, written_alone
 
 from headstart.inference import History, SpeculativeLM
 from headstart.inference.drafters import history, text_index
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.history import FREE, Found, HistoryDrafter, Rates, best_tree
+from headstart.inference.drafters.next_step import Choice
 from headstart.inference.drafters.text_index import CONTINUATIONS, LONGEST, Match, TextIndex
 from headstart.inference.tuning.round_costs import RoundCosts
 
@@ -218,6 +220,27 @@ def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
     unknown, known = [[record.returned for record in row] for row in output.stats.rows]
     assert unknown == [4] * 10
     assert known == [4] + [5] * 7 + [1]
+
+
+def test_a_round_of_the_history_is_not_timed_as_one_of_the_others(target, monkeypatch):
+    """Not even where the other drafter had proposed a step ahead."""
+    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    answer = SpeculativeLM(target).generate(prompt, **settings).sequences[0].tolist()
+    other = AdaptiveDrafter([make_drafter(target, target, "chain:3")])
+    ours = HistoryDrafter(earlier=TextIndex(500), other=other)
+    ours.earlier.add([*answer, -1])
+    found = []
+
+    def after_one_ahead(roots_B):
+        other.choice = Choice(0)
+        tree = HistoryDrafter.propose(ours, roots_B)
+        found.append((tree is ours._proposed, other.choice))
+        return tree
+
+    monkeypatch.setattr(ours, "propose", after_one_ahead)
+    SpeculativeLM(target, ours).generate(prompt, **settings)
+    assert (True, None) in found and all(choice is None for ours, choice in found if ours)
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -170,6 +170,14 @@ def test_too_many_are_named_in_one_error_before_the_target_is_loaded(
     assert len((tmp_path / "run" / "rejected.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("broken", [20, 25])
+def test_twenty_rows_are_named_and_the_others_counted(options, broken):
+    with refused(f"{broken} rejected.jsonl") as error:
+        train(options([GOOD] * 5 + ["{broken"] * broken))
+    assert str(error.value).count("not JSON") == 20
+    assert ("and 5 more" in str(error.value)) is (broken == 25)
+
+
 def test_as_many_as_the_error_advises_are_enough():
     for rejected, rows in ((10, 200), (1, 3), (7, 999), (33, 1000)):
         for share in (0.0, 0.001):
