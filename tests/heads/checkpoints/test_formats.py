@@ -755,6 +755,8 @@ def test_a_rotary_base_that_is_not_written_is_the_readers_default_and_told() -> 
         "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept"
         in source.remarks
     )
+    _, source = import_head(config | {"rope_theta": 2e4}, tensors, INFO)
+    assert "rotary base 20000.0, and 500000.0 in the target: kept" in source.remarks
 
 
 def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:

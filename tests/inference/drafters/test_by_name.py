@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import build_t5, head_for, other_model, padded_batch
+from messages import refused
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
@@ -153,6 +154,8 @@ def test_several_trees_are_a_list_of_objects_or_text(target):
         make_drafter(target, target, "chain:2")
     )
     assert make_drafter(target, target, [[0], [0, 0]]).max_nodes == 3
+    with refused("list of paths"):
+        make_drafter(target, target, [TreeShape.chain(2), "chain:3"])
 
 
 @pytest.mark.parametrize("word", ["prompt-lookup", "retrieval"])

@@ -88,6 +88,7 @@ PROCESSORS = {
     "suppressed": [known.SuppressTokensLogitsProcessor([1, 4])],
     "renormalised": [known.TopKLogitsWarper(4), known.LogitNormalization()],
     "repetition": [known.RepetitionPenaltyLogitsProcessor(1.7)],
+    "repetition after the prompt": [known.RepetitionPenaltyLogitsProcessor(1.7, 2)],
     "n-grams": [known.NoRepeatNGramLogitsProcessor(2)],
     "bad words": [known.NoBadWordsLogitsProcessor([[4], [2, 3], [3, 2, 9]])],
     "bias": [known.SequenceBiasLogitsProcessor({(3, 5): 4.0, (1,): -2.0})],
