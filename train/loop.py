@@ -43,7 +43,7 @@ from ..inference.targets.dtypes import dtype_named
 from ..inference.targets.provenance import provenance
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig, head_options
-from .data.batches import Batch, Share, Step, Steps, collate, loaded, worker_deaths_explained
+from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
     any_process,
@@ -73,12 +73,9 @@ from .lost_processes import lost_processes_explained
 from .machines import require_shared
 from .optim import apply_settings, build_optimizer, settings_of
 from .profiling import StepProfiler
-from .report import MetricsLogger, StepClock, count_flops, due, write_report
+from .report import MetricsLogger, StepClock, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
-
-SAMPLE = 4
-"""Sequences on which a step's arithmetic is counted."""
 
 
 class Callback:
@@ -291,19 +288,8 @@ class Trainer:
         )
 
         # 5. What watches the steps.
-        # Counting must not fill the cache of features, so a loaded target computes its own for it.
-        counted = OnlineFeatures(inputs.target, head) if inputs.source is None else self.features
-        sequences = [collate([example]) for example in inputs.training[:SAMPLE]]
-        flops = count_flops(
-            counted,
-            head,
-            inputs.objective,
-            counted.read_ahead(sequences, 0),
-            config.features.mode in ("cached", "stored", "served"),
-            config.adapter.rank > 0,
-        )
         self.metrics = MetricsLogger(
-            run, tracker, loop.log_every, self.steps, epochs / self.steps, progress, flops
+            run, tracker, loop.log_every, self.steps, epochs / self.steps, progress
         )
         self.profiler = StepProfiler(
             loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
