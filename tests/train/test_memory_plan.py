@@ -183,7 +183,7 @@ def test_training_and_evaluation_take_what_is_planned(long_rows, kind, monkeypat
     taken = {}
 
     def measured(name, moment):
-        work = getattr(loop, name)
+        work = getattr(loop.Trainer, name)
 
         def watched(*given, **more):
             live.most = 0
@@ -191,7 +191,7 @@ def test_training_and_evaluation_take_what_is_planned(long_rows, kind, monkeypat
             taken[moment] = live.most
             return result
 
-        monkeypatch.setattr(loop, name, watched)
+        monkeypatch.setattr(loop.Trainer, name, watched)
 
     measured("gradients", "training")
     measured("evaluate_and_save", "evaluation")

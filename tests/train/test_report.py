@@ -213,7 +213,7 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
 ):
     config = changed(short, loop={"eval_every": 3, "patience": 1})
     judged_as(monkeypatch, [3, 2, 2], [5, 4, 3])
-    original = loop.evaluate_and_save
+    original = loop.Trainer.evaluate_and_save
 
     def killed(*given, **more):
         if "last" in more:
@@ -221,7 +221,7 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
         return original(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate_and_save", killed)
+        patch.setattr(loop.Trainer, "evaluate_and_save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     folder = train(config)
