@@ -69,7 +69,7 @@ from .inputs import load_inputs
 from .lost_processes import lost_processes_explained
 from .machines import require_shared
 from .optim import apply_settings, build_optimizer, settings_of
-from .profiling import StepProfiler
+from .profiling import step_profiler
 from .report import MetricsLogger, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
@@ -315,7 +315,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             run, tracker, loop.log_every, self.steps, epochs / self.steps, progress
         )
-        self.profiler = StepProfiler(
+        self.profiler = step_profiler(
             loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
         )
         self.stop = StopFlag()
@@ -340,6 +340,7 @@ class Trainer:
             with (
                 ProgressBar("training steps", self.steps, progress.step) as bar,
                 closing(self.batches()) as batches,
+                self.profiler or nullcontext() as profiler,
             ):
                 while True:
                     # 1. Evaluate, and then save, so that the checkpoint knows of the evaluation.
@@ -358,7 +359,8 @@ class Trainer:
 
                     # 3. One optimizer step. Steps count from 1; `progress.step` are made so far.
                     number = progress.step + 1
-                    self.profiler.begin(number)
+                    if profiler is not None:
+                        profiler.step()
                     metrics.start_step()
                     data = next(batches)
                     self.check_states(data)
@@ -380,9 +382,7 @@ class Trainer:
                     row = metrics.end_step(outputs, norm, lr)
                     self.callbacks.call("on_step", progress, row, self.stop)
                     self.tell_of_saves()
-                    self.profiler.end(number)
                     bar.update(number, metrics.note)
-            self.profiler.close()
             return self.finish()
 
     def batches(self) -> Generator[Step]:
