@@ -163,8 +163,6 @@ class FeaturesConfig:
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = limited(20.0, minimum=0)
     """GiB on disk that auto takes at most."""
-    repair: bool = False
-    """Remove shards that are corrupt, so that their states are computed again."""
 
 
 @dataclass(frozen=True)

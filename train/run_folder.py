@@ -88,7 +88,6 @@ FREE_TO_CHANGE = (
     "features.mode",
     "features.folder",
     "features.limit",
-    "features.repair",
     "data.bad_rows",
     "data.bad_rows_limit",
     "data.cache",
