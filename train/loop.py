@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +118,9 @@ class Callbacks:
     error: Exception | None = None
 
     def call(
-        self, name: str, progress: Progress, argument: Any, stop: StopFlag | None = None
+        self, method: Callable[..., None], progress: Progress, argument: Any, stop: StopFlag
     ) -> None:
-        """Call a method of all callbacks, on the main process.
+        """Call a method of all callbacks, such as `Callback.on_step`, on the main process.
 
         The first exception sets `stop`, and no callback is called after it.
         """
@@ -129,14 +129,14 @@ class Callbacks:
         for callback in self.callbacks:
             if self.error is not None:
                 return
+            name = method.__name__  # each callback has its own
             try:
                 # A copy: a callback that writes to its state must not change the run's.
                 getattr(callback, name)(dataclasses.replace(progress), argument)
             except Exception as error:
                 self.error = error
                 log.warning(f"{type(callback).__name__}.{name} ends the run: {error!r}")
-                if stop is not None:
-                    stop.wanted = True
+                stop.wanted = True
 
 
 def train(
@@ -380,7 +380,7 @@ class Trainer:
                     progress.step = number
                     progress.answer_tokens += data.answer_tokens
                     row = metrics.end_step(outputs, norm, lr)
-                    self.callbacks.call("on_step", progress, row, self.stop)
+                    self.callbacks.call(Callback.on_step, progress, row, self.stop)
                     self.tell_of_saves()
                     bar.update(number, metrics.note)
             return self.finish()
@@ -629,7 +629,7 @@ class Trainer:
             if wanted and accelerator.is_main_process:
                 save_head(copy, folder, metadata, self.adapted)
         progress.judged = progress.step
-        self.callbacks.call("on_evaluation", progress, row, self.stop)
+        self.callbacks.call(Callback.on_evaluation, progress, row, self.stop)
         return evaluation
 
     def save(self, background: bool) -> None:
@@ -646,7 +646,7 @@ class Trainer:
     def tell_of_saves(self) -> None:
         """Tell the callbacks of checkpoints that have become complete."""
         for saved, checkpoint in self.run.written():
-            self.callbacks.call("on_save", saved, checkpoint, self.stop)
+            self.callbacks.call(Callback.on_save, saved, checkpoint, self.stop)
 
     def finish(self) -> str | None:
         """Save; after the last step, evaluate and report too. Return as `train` does."""
@@ -668,7 +668,7 @@ class Trainer:
         # best/ and last/ are written.
         if self.run.accelerator.is_main_process:
             log.info(f"the report: {write_report(self.run.folder)}")
-        self.callbacks.call("on_end", self.progress, self.run.folder)
+        self.callbacks.call(Callback.on_end, self.progress, self.run.folder, self.stop)
         return None
 
 
