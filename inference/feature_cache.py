@@ -308,7 +308,7 @@ def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def opened(path: Path) -> Any:
-    """Open a shard; a ValueError if it is none, or truncated."""
+    """Open a shard; a ValueError for a file that is not a shard, or truncated."""
     require_regular(path)
     try:
         file = safe_open(path, "pt")

@@ -241,7 +241,7 @@ class Trainer:
 
         # 1. The target, the data and the head, compared with those of an earlier start.
         inputs = load_inputs(config, accelerator, run.folder, outside=source)
-        run.settle(config, inputs.digests)
+        run.check_inputs_unchanged(config, inputs.digests)
         self.inputs = inputs
         self.steps = loop.max_steps or inputs.order.count(loop.epochs)
         head = inputs.head.to(accelerator.device)
@@ -366,7 +366,7 @@ class Trainer:
                     self.check_states(data)
                     # States that were computed in one epoch are read in the next.
                     if data.epoch != epoch:
-                        self.features.settle(self.run.accelerator)
+                        self.features.flush(self.run.accelerator)
                     epoch = data.epoch
                     # Processes agree on their wishes in the sum of the loss: the one exchange that
                     # a step has anyway. A checkpoint may be due by the clock, or the last one could
@@ -635,7 +635,7 @@ class Trainer:
     def save(self, background: bool) -> None:
         """Write a checkpoint to resume from."""
         # A run that resumes from here must find the states that it has trained on.
-        self.features.settle(self.run.accelerator)
+        self.features.flush(self.run.accelerator)
         # One write at a time.
         self.run.wait()
         self.tell_of_saves()  # of the last checkpoint, before the next one may remove it

@@ -75,7 +75,7 @@ class OnlineFeatures:
         """
         return batches
 
-    def settle(self, accelerator: Accelerator) -> None:
+    def flush(self, accelerator: Accelerator) -> None:
         """Write all features computed so far to disk.
 
         Every process calls it before a checkpoint, and at the start of an epoch.
@@ -154,7 +154,7 @@ class CachedFeatures(OnlineFeatures):
             lambda batch: self.fill(collate([examples[i] for i in batch])),
         )
 
-    def settle(self, accelerator: Accelerator) -> None:
+    def flush(self, accelerator: Accelerator) -> None:
         exchange(accelerator, self.cache)
 
     def fill(self, batch: Batch) -> list[bytes]:

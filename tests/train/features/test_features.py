@@ -103,7 +103,7 @@ def test_cached_features_are_those_of_the_batch(target, head, cached, examples, 
         found = source(batch, torch.float64)
         close(found, fresh, batch, atol=1e-5, rtol=0)
         torch.testing.assert_close(head(found).loss, head(fresh).loss, rtol=1e-5, atol=0)
-    source.settle(Accelerator())
+    source.flush(Accelerator())
     close(cached()(batch, torch.float64), found, batch, atol=0, rtol=0)
 
 
@@ -349,7 +349,7 @@ def test_what_is_trained_on_is_what_was_kept_and_is_read_ahead_as_it_is_stored(
     source, batch = cached(format=word), collate(examples)
     assert source.read_ahead([batch], 0)[0] is batch  # nothing is there yet
     expected = source(batch)
-    source.settle(Accelerator())
+    source.flush(Accelerator())
     other = cached(format=word)
     assert torch.equal(other(batch).features_BTF, expected.features_BTF)
     (ahead,) = other.read_ahead([batch], 0)
@@ -369,7 +369,7 @@ def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
     batch = collate(examples)
     assert reader.read_ahead([batch], 0)[0].states_BTLD is None
     writer.fill(batch)
-    writer.settle(Accelerator())
+    writer.flush(Accelerator())
     assert reader.read_ahead([batch], 0)[0].states_BTLD is None
     assert reader.read_ahead([batch], 1)[0].states_BTLD is not None
 
