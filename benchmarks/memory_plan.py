@@ -222,7 +222,8 @@ def measure(job: dict[str, Any]) -> None:
     """Train in this process of a launch; write its peaks by moment, in MiB."""
     peaks: dict[str, float] = {}
     before = [0.0]
-    load, judge, save = loop.load_inputs, loop.evaluate_and_save, loop.RunFolder.save
+    load, save = loop.load_inputs, loop.RunFolder.save
+    judge = loop.Trainer.evaluate_and_save
 
     def load_inputs(*given: Any, **named: Any) -> Any:
         reset_peak()
@@ -256,7 +257,8 @@ def measure(job: dict[str, Any]) -> None:
         )
     )
     forget_launch()
-    loop.load_inputs, loop.evaluate_and_save = load_inputs, evaluate_and_save
+    loop.load_inputs = load_inputs
+    loop.Trainer.evaluate_and_save = evaluate_and_save  # type: ignore[method-assign]
     loop.RunFolder.save = saved  # type: ignore[method-assign]
     gc.collect()
     loop.train(options(TrainConfig, "train", "", ["--config", job["config"]]))

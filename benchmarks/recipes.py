@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,16 @@ from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
+from headstart.heads.objective import Objective
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.replay import ReplayTarget
+from headstart.inference.drafters.acceptance import means
+from headstart.inference.replay import TOKENS_AT_ONCE, ReplayTarget
 from headstart.inference.targets.provenance import hardware
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import rendering
-from headstart.train.evaluate import teacher_forced
+from headstart.train.evaluate import batched, sums_of
 from headstart.train.loop import train
 
 AS_IT_IS = "as it is"
@@ -239,8 +240,9 @@ def sampled_rates(target: Target, head: DraftHead, path: str, config: TrainConfi
         for number, row in rows
         for example in render.encode(row, f"{path}: row {number}", number)
     ]
-    head.config = replace(head.config, loss={"tv": 1.0})
-    return [1 - loss for loss in teacher_forced(target, head, examples)[0][:RATES]]
+    sums = sums_of(target, head, Objective({"tv": 1.0}), batched(examples, TOKENS_AT_ONCE))
+    loss_K, _ = means(sums, head.max_depth)
+    return [1 - loss for loss in loss_K[:RATES]]
 
 
 def file_name(text: str) -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,8 +41,6 @@ from ..heads.checkpoints.files import open_safetensors
 from ..options import check_options
 
 MANIFEST = "manifest.json"
-SHARD_NAME = re.compile(r"[0-9a-f]{24}\.safetensors")
-"""Names of shards of many sequences."""
 SHARD_BYTES = 2**28
 """Size at which a shard is written."""
 OPEN_SHARDS = 256
@@ -310,35 +307,8 @@ def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def corrupt_shards(folder: Path) -> list[Path]:
-    """List the shards that cannot be read, or whose bytes are not those that were written.
-
-    Files of other names than `FeatureCache` writes are left out: they are not its to repair.
-    """
-    found = []
-    for path in sorted(folder.glob("*.safetensors")):
-        if not SHARD_NAME.fullmatch(path.name):
-            continue
-        try:
-            file = opened(path)
-        except ValueError:
-            found.append(path)
-            continue
-        states = file.get_tensor("states")
-        scaled = "scales" in file.keys()  # noqa: SIM118
-        scales = file.get_tensor("scales") if scaled else None
-        ends = file.get_tensor("ends").tolist()
-        checksums = [
-            _checksum(states[start:stop], None if scales is None else scales[start:stop])
-            for start, stop in zip([0, *ends[:-1]], ends, strict=True)
-        ]
-        if checksums != file.get_tensor("checksums").tolist():
-            found.append(path)
-    return found
-
-
 def opened(path: Path) -> Any:
-    """Open a shard; a ValueError if it is none, or truncated."""
+    """Open a shard; a ValueError for a file that is not a shard, or truncated."""
     require_regular(path)
     try:
         file = safe_open(path, "pt")
@@ -371,10 +341,9 @@ def opened(path: Path) -> Any:
 
 def corrupt(path: Path, reason: str) -> ValueError:
     """The error for a shard that cannot be used, with what helps."""
-    advice = "remove it"
-    if SHARD_NAME.fullmatch(path.name):
-        advice = "`--features.repair` computes it again"
-    return ValueError(f"{path} is corrupt ({reason}); {advice}")
+    return ValueError(
+        f"{path} is corrupt ({reason}); remove the file: states that are missing are computed again"
+    )
 
 
 def key_of(tokens_T: Tensor | NDArray[Any]) -> Key:

@@ -37,6 +37,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "a moving average of the weights accepted no more tokens (benchmarks/recipes.md); leave it"
         " out, and optim.schedule lowers the learning rate to the same end",
     ),
+    "features.repair": (
+        False,
+        "leave it out; the error about a corrupt shard names the file to remove",
+    ),
 }
 """Options of earlier versions that are gone: the value that asked for nothing, which files may
 still have, and what takes the place of any other."""

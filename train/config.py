@@ -67,8 +67,8 @@ class SelfMadeConfig(CommandOptions):
     OUTPUT.rejected.jsonl, or end the command: rows without a message of the user, refused by the
     chat template, or too long for the model."""
     bad_rows_limit: float | None = limited(None, minimum=0, maximum=1)
-    """Share of the prompts that may be left out so, beyond which they end the command; null for 1
-    %, or ten prompts where that is at most a tenth of all."""
+    """Maximum share of prompts to skip; more end the command. Null for 1 %, or ten prompts where
+    that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `max_new_tokens`; training does not learn
     their end."""
@@ -127,8 +127,8 @@ class DataConfig:
     """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end
     the run."""
     bad_rows_limit: float | None = limited(None, minimum=0, maximum=1)
-    """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or
-    ten rows where that is at most a tenth of all."""
+    """Maximum share of rows to skip; more end the run. Null for 1 %, or ten rows where that is at
+    most a tenth of all."""
     weights: list[float] | None = None
     """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one
     each."""
@@ -163,8 +163,6 @@ class FeaturesConfig:
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = limited(20.0, minimum=0)
     """GiB on disk that auto takes at most."""
-    repair: bool = False
-    """Remove shards that are corrupt, so that their states are computed again."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +356,7 @@ class TrainConfig(CommandOptions):
     output: str = ""
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "eagle3"})
-    """`type` (eagle3, eagle, medusa, hydra, hydra++, mtp, dflash, dspark or cut) and that head's
+    """`type` (eagle3, eagle, medusa, hydra, hydra++, mtp, dflash or dspark) and that head's
     own options, which the page of heads lists; a name alone is the type."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""

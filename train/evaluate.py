@@ -24,6 +24,7 @@ from torch import Tensor
 from ..console import ProgressBar
 from ..heads.base import DraftHead
 from ..heads.objective import Objective
+from ..inference.drafters.acceptance import RANKS, Sums, means
 from ..inference.drafters.round import Round
 from ..inference.engines.target import Target
 from ..inference.output import GenerateOutput
@@ -47,12 +48,6 @@ NODES_AT_ONCE = 512
 """Nodes of trees that are looked up at once, over all prompts: their logits take memory."""
 FEWEST_NEW_TOKENS = 2
 """Tokens of the answer that is tried before the first step; the first is the prefill's."""
-RANKS = 10
-"""Ranks of a head's tokens whose accuracy is measured: the most children that a node of a
-calibrated tree has."""
-
-Sums = tuple[Tensor, Tensor, Tensor]
-"""losses_K, counts_K and hits_KI of a batch, on the CPU. K depths, I ranks."""
 
 
 @dataclass
@@ -290,15 +285,6 @@ def try_evaluation(
     _answers(target, served, TreeShape.chain(head.max_depth), [longest], FEWEST_NEW_TOKENS)
 
 
-def teacher_forced(
-    target: Target, head: DraftHead, examples: list[Example], tokens: int = TOKENS_AT_ONCE
-) -> tuple[list[float], list[list[float]]]:
-    """Measure loss per depth, and accuracy per depth and rank, over conversations."""
-    objective = head.default_objective(head.config)
-    sums = sums_of(target, head, objective, batched(examples, tokens))
-    return means(sums, head.max_depth)
-
-
 def features_for(target: Target, head: DraftHead) -> OnlineFeatures:
     """The features of held-out conversations, which a source has if the target has no blocks."""
     if isinstance(target, StoredReplay):
@@ -323,25 +309,6 @@ def sums_of(
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
     return sums
-
-
-def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[float]]]:
-    """Average the loss per depth, and the accuracy per depth and rank.
-
-    Batches of short conversations have fewer depths.
-    """
-    all_losses_K = torch.zeros(max_depth, dtype=torch.float32)
-    all_counts_K = torch.zeros(max_depth, dtype=torch.float32)
-    all_hits_KI = torch.zeros(max_depth, sums[0][2].shape[1], dtype=torch.float32)
-    for losses_K, counts_K, hits_KI in sums:
-        depths = len(counts_K)
-        all_losses_K[:depths] += losses_K
-        all_counts_K[:depths] += counts_K
-        all_hits_KI[:depths] += hits_KI
-    # A depth without a position has loss 0 and accuracy 0.
-    all_counts_K = all_counts_K.clamp(min=1)
-    accuracy_KI = all_hits_KI / all_counts_K[:, None]
-    return (all_losses_K / all_counts_K).tolist(), accuracy_KI.tolist()
 
 
 def greedy_answers(

@@ -26,7 +26,7 @@ from ..inference.replay import ReplayTarget
 from ..inference.targets.loading import load_tokenizer, target_facts
 from ..inference.text.chat_template import data_origin, warn_of_unread_variables
 from .config import TrainConfig
-from .data.bad_rows import settle_unused_rows
+from .data.bad_rows import report_unused_rows
 from .data.batches import Order
 from .data.chat_template import Example
 from .data.conversations import Source, open_sources
@@ -221,7 +221,7 @@ def load_data(
 ) -> tuple[TokenCache, TokenizedSequences, list[Example]]:
     """Tokenize the sources, check their rows, and split off the held-out sequences."""
     cache = cached_sequences(sources, how, config.data.cache, config.data.num_proc)
-    settle_unused_rows(cache, config.data, how.max_length, folder, accelerator.is_main_process)
+    report_unused_rows(cache, config.data, how.max_length, folder, accelerator.is_main_process)
     training, held_out = split_cache(cache, config)
     check_same_everywhere(accelerator, training)
     return cache, training, held_out

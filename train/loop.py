@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from ..console import ProgressBar, log
@@ -43,7 +41,7 @@ from ..inference.targets.dtypes import dtype_named
 from ..inference.targets.provenance import provenance
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig, head_options
-from .data.batches import Batch, Share, Step, Steps, collate, loaded, worker_deaths_explained
+from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
     any_process,
@@ -64,21 +62,17 @@ from .evaluate import (
     try_evaluation,
 )
 from .features.by_mode import check_outside_source, feature_source
-from .features.online import OnlineFeatures
 from .features.sources import OpenSource
 from .features.stored import StoredReplay
 from .head import objective_of
-from .inputs import Inputs, load_inputs
+from .inputs import load_inputs
 from .lost_processes import lost_processes_explained
 from .machines import require_shared
 from .optim import apply_settings, build_optimizer, settings_of
-from .profiling import StepProfiler
-from .report import MetricsLogger, StepClock, count_flops, due, write_report
+from .profiling import step_profiler
+from .report import MetricsLogger, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
-
-SAMPLE = 4
-"""Sequences on which a step's arithmetic is counted."""
 
 
 class Callback:
@@ -124,9 +118,9 @@ class Callbacks:
     error: Exception | None = None
 
     def call(
-        self, name: str, progress: Progress, argument: Any, stop: StopFlag | None = None
+        self, method: Callable[..., None], progress: Progress, argument: Any, stop: StopFlag
     ) -> None:
-        """Call a method of all callbacks, on the main process.
+        """Call a method of all callbacks, such as `Callback.on_step`, on the main process.
 
         The first exception sets `stop`, and no callback is called after it.
         """
@@ -135,14 +129,14 @@ class Callbacks:
         for callback in self.callbacks:
             if self.error is not None:
                 return
+            name = method.__name__  # each callback has its own
             try:
                 # A copy: a callback that writes to its state must not change the run's.
                 getattr(callback, name)(dataclasses.replace(progress), argument)
             except Exception as error:
                 self.error = error
                 log.warning(f"{type(callback).__name__}.{name} ends the run: {error!r}")
-                if stop is not None:
-                    stop.wanted = True
+                stop.wanted = True
 
 
 def train(
@@ -214,6 +208,14 @@ def check(config: TrainConfig, source: OpenSource | None) -> None:
     check_tracker(config)  # its package, and its key
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """Wishes of a process, or of any process, for the end of a step."""
+
+    stop: bool = False
+    save: bool = False
+
+
 class Trainer:
     """A run from its newest checkpoint, or its first step, to its last: built here, then trained.
 
@@ -233,35 +235,54 @@ class Trainer:
         accelerator = run.accelerator
         loop = config.loop
         self.run = run
+        self.share = share
         self.config = config
         self.callbacks = callbacks
 
         # 1. The target, the data and the head, compared with those of an earlier start.
         inputs = load_inputs(config, accelerator, run.folder, outside=source)
-        run.settle(config, inputs.digests)
+        run.check_inputs_unchanged(config, inputs.digests)
         self.inputs = inputs
         self.steps = loop.max_steps or inputs.order.count(loop.epochs)
         head = inputs.head.to(accelerator.device)
         size = sum(parameter.numel() for parameter in head.parameters())
 
-        # 2. The engine and the optimizer.
-        self.state = build_state(run, share, inputs, config, self.steps)
-        run.check_space(checkpoint_bytes(self.state.module), loop.keep)
+        # 2. What is trained: the head, or head and adapter in one module, since an engine drives
+        # one.
+        trained: nn.Module = head
+        self.adapted: nn.Module | None = None  # the target with its adapter
+        slower: dict[int, float] = {}  # by parameter id: what its learning rate is divided by
+        if config.adapter.rank > 0:
+            from .adapter import JointModule  # imports peft, which takes a second
+
+            trained = joint = JointModule(inputs.target, head, inputs.objective, config.adapter)
+            self.adapted = joint.peft
+            slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
+
+        # 3. The engine that the launch file chose, and the optimizer. Sharding comes first: the
+        # optimizer must hold the sharded parameters.
+        trained = trained.to(accelerator.device)
+        shard(accelerator, trained, loop.shard_over)
+        optimizer, self.schedule = build_optimizer(trained, config.optim, self.steps, slower)
+        self.module, self.optimizer = prepare(accelerator, trained, optimizer, loop.precision)
+        # A checkpoint holds it besides module and optimizer.
+        accelerator.register_for_checkpointing(self.schedule)
+        run.check_space(checkpoint_bytes(self.module), loop.keep)
         # The first evaluation may be hours away: what would end it is to end the run now.
         if from_main(accelerator, run.newest() is None):
             target = inputs.replay or inputs.target
-            copy = copied_head(self.state)
+            copy = copied_head(head, config)
             tokens = forward_tokens(config)
             try_evaluation(target, copy, inputs.objective, inputs.held_out, config.eval, tokens)
             del copy
         # Heads that draw while they train must not draw the same on every process.
         torch.manual_seed(loop.seed + share.process)
 
-        # 3. The newest checkpoint, if there is one. It replaces weights, optimizer, schedule and
+        # 4. The newest checkpoint, if there is one. It replaces weights, optimizer, schedule and
         # random state. The options of the optimizer are those of this start.
-        settings = settings_of(self.state.schedule)
-        self.progress = progress = run.resume(actual_engine(self.state.module))
-        apply_settings(self.state.schedule, settings)
+        settings = settings_of(self.schedule)
+        self.progress = progress = run.resume(actual_engine(self.module))
+        apply_settings(self.schedule, settings)
         tracker.start(config, progress.step)
         # The run had already stopped early, and was killed before its last evaluation: no step is
         # left.
@@ -276,7 +297,7 @@ class Trainer:
             f" of {self.steps}"
         )
 
-        # 4. What yields the target's features.
+        # 5. What yields the target's features.
         epochs = self.steps / inputs.order.steps_in(0)
         self.features = feature_source(
             accelerator,
@@ -290,22 +311,11 @@ class Trainer:
             source,
         )
 
-        # 5. What watches the steps.
-        # Counting must not fill the cache of features, so a loaded target computes its own for it.
-        counted = OnlineFeatures(inputs.target, head) if inputs.source is None else self.features
-        sequences = [collate([example]) for example in inputs.training[:SAMPLE]]
-        flops = count_flops(
-            counted,
-            head,
-            inputs.objective,
-            counted.read_ahead(sequences, 0),
-            config.features.mode in ("cached", "stored", "served"),
-            config.adapter.rank > 0,
-        )
+        # 6. What watches the steps.
         self.metrics = MetricsLogger(
-            run, tracker, loop.log_every, self.steps, epochs / self.steps, progress, flops
+            run, tracker, loop.log_every, self.steps, epochs / self.steps, progress
         )
-        self.profiler = StepProfiler(
+        self.profiler = step_profiler(
             loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
         )
         self.stop = StopFlag()
@@ -330,6 +340,7 @@ class Trainer:
             with (
                 ProgressBar("training steps", self.steps, progress.step) as bar,
                 closing(self.batches()) as batches,
+                self.profiler or nullcontext() as profiler,
             ):
                 while True:
                     # 1. Evaluate, and then save, so that the checkpoint knows of the evaluation.
@@ -348,34 +359,30 @@ class Trainer:
 
                     # 3. One optimizer step. Steps count from 1; `progress.step` are made so far.
                     number = progress.step + 1
-                    self.profiler.begin(number)
+                    if profiler is not None:
+                        profiler.step()
                     metrics.start_step()
                     data = next(batches)
                     self.check_states(data)
                     # States that were computed in one epoch are read in the next.
                     if data.epoch != epoch:
-                        self.features.settle(self.run.accelerator)
+                        self.features.flush(self.run.accelerator)
                     epoch = data.epoch
                     # Processes agree on their wishes in the sum of the loss: the one exchange that
                     # a step has anyway. A checkpoint may be due by the clock, or the last one could
                     # not be written.
                     late = time.monotonic() - self.saved_at >= 60 * (loop.save_minutes or math.inf)
                     wishes = Wishes(self.stop.wanted, late or self.run.failed())
-                    adapt = progress.step >= self.joint_from
-                    outputs, norm, agreed_on = gradients(
-                        self.state, data, self.features, metrics.clock, number, adapt, wishes
-                    )
-                    lr = update(self.state)
+                    outputs, norm, agreed_on = self.gradients(data, wishes)
+                    lr = self.update()
 
                     # 4. Count it only now that weights, optimizer and schedule include it.
                     progress.step = number
                     progress.answer_tokens += data.answer_tokens
                     row = metrics.end_step(outputs, norm, lr)
-                    self.callbacks.call("on_step", progress, row, self.stop)
+                    self.callbacks.call(Callback.on_step, progress, row, self.stop)
                     self.tell_of_saves()
-                    self.profiler.end(number)
                     bar.update(number, metrics.note)
-            self.profiler.close()
             return self.finish()
 
     def batches(self) -> Generator[Step]:
@@ -390,7 +397,7 @@ class Trainer:
         # A batch's shortest row: depth d predicts the token at t + 2 + d, so that a row of
         # max_depth + 2 tokens gives every depth a gradient on every process.
         shortest = self.inputs.head.max_depth + 2
-        steps = Steps(self.inputs.training, self.state.share, shortest, self.features.read_ahead)
+        steps = Steps(self.inputs.training, self.share, shortest, self.features.read_ahead)
         pin = self.run.accelerator.device.type == "cuda"
         return loaded(steps, self.inputs.order, self.progress.step, workers, pin)
 
@@ -408,6 +415,111 @@ class Trainer:
                 self.save(background=False)
             raise ValueError(failed[0] if failed else "another process has no states")
 
+    def gradients(self, data: Step, wishes: Wishes) -> tuple[list[HeadOutput], float, Wishes]:
+        """Run the forwards and backwards of a step.
+
+        Weights do not change, unless the engine is DeepSpeed, whose last backward makes the step.
+
+        Args:
+            data: batches of the step.
+            wishes: what this process wishes for the end of the step.
+
+        Returns:
+            The outputs of the forwards, the gradient norm, and what any process wishes.
+        """
+        accelerator = self.run.accelerator
+        config = self.config
+        module = self.module
+        clock = self.metrics.clock
+        batches = data.batches
+        deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        # A step's loss is the mean over the answer tokens of all its batches, on all processes. A
+        # batch's loss is a sum over its tokens, but engines average gradients over processes, and
+        # DeepSpeed over forwards too. The scale undoes these averages:
+        #     scale = processes * (forwards with DeepSpeed, else 1) / answer tokens
+        # For example, 2 processes and 100 tokens: each gradient is scaled by 2 / 100, and averaged.
+        averaged_over = self.share.processes
+        if deepspeed:
+            averaged_over *= self.share.forwards
+        scale = averaged_over / max(data.answer_tokens, 1)
+        outputs: list[HeadOutput] = []
+        arguments: tuple[Any, ...]
+        loss = 0.0
+
+        # 1. Forwards and backwards, batch by batch; gradients add up.
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            accelerator.sync_gradients = last  # gradients are exchanged once a step
+            if isinstance(module, FSDPModule):  # accelerate does not know of it
+                module.set_requires_gradient_sync(last)
+                module.set_reshard_after_backward(last)  # and weights are gathered once a step
+            with nullcontext() if last else accelerator.no_sync(module):
+                clock.part("target")
+                with record_function("target"):
+                    if self.adapted:
+                        # The joint module runs the target itself, whose adapter needs gradients.
+                        adapt = self.progress.step >= self.joint_from
+                        arguments = (batch, adapt)
+                    else:
+                        dtype = state_dtype(config.loop.precision, self.inputs.target.dtype)
+                        arguments = (self.features(batch, dtype), self.inputs.objective)
+                clock.part("head")
+                with autocast(accelerator, config.loop.precision), record_function("head"):
+                    output = module(*arguments)
+                # Without the graph, whose views hold keys and values that no backward frees.
+                outputs.append(output._replace(loss=output.loss.detach()))
+                # DeepSpeed's last backward makes the optimizer step: a loss that is not finite must
+                # be noticed before it.
+                if deepspeed and last:
+                    loss, _, wishes = agreed(accelerator, outputs, wishes)
+                    self.check_finite("loss", loss, batches)
+                with record_function("head, backward"):
+                    accelerator.backward(output.loss * scale)
+                del output, arguments  # before the next forward makes its own
+
+        # 2. Clip, and agree with the other processes.
+        clock.part("optimizer")
+        clipped = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
+        if deepspeed:
+            norm = float(clipped)
+        else:
+            loss, norm, wishes = agreed(accelerator, outputs, wishes, clipped)
+            self.check_finite("loss", loss, batches)
+        self.check_finite("gradient norm", norm, batches)
+        return outputs, norm, wishes
+
+    def update(self) -> float:
+        """Step the optimizer and the schedule; return the step's learning rate."""
+        lr = float(self.schedule.get_last_lr()[0])
+        with record_function("optimizer"):
+            self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return lr
+
+    def check_finite(self, what: str, value: float, batches: list[Batch]) -> None:
+        """Raise a ValueError before a step that would spoil the weights."""
+        if math.isfinite(value):
+            return
+        numbers = sorted(number for batch in batches for number in batch.conversations)
+        # A checkpoint may still be being written in the background; the message names the newest.
+        self.run.close()
+        newest = self.run.newest()
+        config_file = self.run.folder / "config.yaml"
+        lower = f"{self.config.optim.lr / 2:g}"
+        how = "nothing was saved yet, so begin with that"
+        if newest is not None:
+            how = (
+                f"to resume from there, set optim.lr to {lower} in {config_file} and give the same"
+                f" command with --optim.lr {lower}"
+            )
+        raise ValueError(
+            f"step {self.progress.step + 1}: the {what} is {value}; training stops. Its batch held"
+            f" the conversations {numbers} (counted from 0 over all sources). The newest checkpoint"
+            f" is {newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often"
+            f" helps: {how}"
+        )
+
     def evaluate_if_due(self) -> bool:
         """Evaluate between two steps; return False, on all processes, if that was stopped."""
         progress = self.progress
@@ -416,7 +528,7 @@ class Trainer:
         between = progress.judged < progress.step < self.steps
         if not (between and due(progress.step, self.config.loop.eval_every)):
             return True
-        evaluation = evaluate_and_save(self.state, self.metrics, self.stop, self.callbacks)
+        evaluation = self.evaluate_and_save()
         if evaluation is None:
             return False
         # Stop early after `patience` evaluations in a row in which the held-out loss fell and
@@ -430,10 +542,100 @@ class Trainer:
             self.steps = progress.step
         return True
 
+    def evaluate_and_save(self, last: bool = False) -> Evaluation | None:
+        """Measure the head's acceptance; save the head if it is the best so far, or the last.
+
+        Its adapter, if there is one, is saved with it.
+
+        Returns:
+            The evaluation; None, on all processes, if it was stopped.
+        """
+        run = self.run
+        inputs = self.inputs
+        config = self.config
+        progress = self.progress
+        accelerator = run.accelerator
+        target = inputs.target
+
+        # 1. Copy the head: what is measured is what is served. A run that was never evaluated has
+        # one to use from now on, whatever becomes of the measurement.
+        copy = copied_head(inputs.head, config)
+        record = {
+            **provenance(),
+            "config": dataclasses.asdict(config),
+            **dataclasses.asdict(progress),
+        }
+        del record["longest_prompts"]  # a pair of numbers for each prompt, of no use to a reader
+        if changes := run.changes():
+            record["changes"] = changes
+        metadata = CheckpointMetadata(
+            training=record,
+            provenance=inputs.provenance,
+            adapted=self.adapted is not None,
+        )
+        if last and accelerator.is_main_process and not run.best.exists():
+            save_head(copy, run.best, metadata, self.adapted)
+            log.info(
+                f"training is done, and the head is {run.best}; its acceptance is measured now"
+            )
+
+        # 2. Measure it on the held-out conversations.
+        replay = inputs.replay or target
+        evaluation = evaluate(
+            replay,
+            copy,
+            inputs.objective,
+            inputs.held_out,
+            config.eval,
+            accelerator,
+            self.stop,
+            forward_tokens(config),
+        )
+        if evaluation is None:
+            return None
+        # The best head and early stopping follow from the figures, which may differ between
+        # processes in the last digit.
+        evaluation = from_main(accelerator, evaluation)
+
+        # 3. Write down what a checkpoint says of itself. The probe holds a few drafts, by which a
+        # loader can check that it computes the same.
+        measured = {"coverage": inputs.coverage, **evaluation.measured(config.eval)}
+        probe = (
+            replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
+        )
+        if probe is not None:
+            measured["probe"] = probe
+        metadata = dataclasses.replace(metadata, tree=evaluation.tree, measured=measured)
+
+        # 4. Is it the best? Yes, unless its acceptance is significantly shorter: of heads that
+        # cannot be told apart the later one is kept. The main process decides, since others may
+        # look for best/ after it has been saved.
+        better = from_main(
+            accelerator,
+            not evaluation.shorter_than(progress.longest_prompts) or not run.best.exists(),
+        )
+        if better:
+            progress.best_step = progress.step
+            progress.best_length = evaluation.acceptance_length
+        # The comparison is with the longest acceptance so far. best/ may hold a later head that is
+        # slightly shorter; were it compared with, best/ could get worse little by little.
+        if evaluation.acceptance_length > progress.longest_length:
+            progress.longest_length = evaluation.acceptance_length
+            progress.longest_prompts = evaluation.prompts
+
+        # 5. Log it, then save.
+        row = self.metrics.log_evaluation(evaluation)
+        for folder, wanted in ((run.best, better), (run.last, last)):
+            if wanted and accelerator.is_main_process:
+                save_head(copy, folder, metadata, self.adapted)
+        progress.judged = progress.step
+        self.callbacks.call(Callback.on_evaluation, progress, row, self.stop)
+        return evaluation
+
     def save(self, background: bool) -> None:
         """Write a checkpoint to resume from."""
         # A run that resumes from here must find the states that it has trained on.
-        self.features.settle(self.run.accelerator)
+        self.features.flush(self.run.accelerator)
         # One write at a time.
         self.run.wait()
         self.tell_of_saves()  # of the last checkpoint, before the next one may remove it
@@ -444,7 +646,7 @@ class Trainer:
     def tell_of_saves(self) -> None:
         """Tell the callbacks of checkpoints that have become complete."""
         for saved, checkpoint in self.run.written():
-            self.callbacks.call("on_save", saved, checkpoint, self.stop)
+            self.callbacks.call(Callback.on_save, saved, checkpoint, self.stop)
 
     def finish(self) -> str | None:
         """Save; after the last step, evaluate and report too. Return as `train` does."""
@@ -458,7 +660,7 @@ class Trainer:
         self.save(background=False)
         if step < self.steps:
             return f"stopped at step {step} of {self.steps}; the same command resumes from there"
-        if evaluate_and_save(self.state, metrics, self.stop, self.callbacks, last=True) is None:
+        if self.evaluate_and_save(last=True) is None:
             return (
                 "stopped in the last evaluation, which the same command begins again;"
                 f" {self.run.best} is a head already"
@@ -466,60 +668,8 @@ class Trainer:
         # best/ and last/ are written.
         if self.run.accelerator.is_main_process:
             log.info(f"the report: {write_report(self.run.folder)}")
-        self.callbacks.call("on_end", self.progress, self.run.folder)
+        self.callbacks.call(Callback.on_end, self.progress, self.run.folder, self.stop)
         return None
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The module, its optimizer and schedule, as an engine drives them."""
-
-    run: RunFolder
-    share: Share
-    inputs: Inputs
-    config: TrainConfig
-    module: nn.Module
-    """The head as the engine drives it, with the adapter if there is one."""
-    adapted: nn.Module | None
-    """The target with its adapter, if there is one; the module then runs the target itself."""
-    optimizer: Optimizer
-    schedule: LRScheduler
-
-
-def build_state(
-    run: RunFolder, share: Share, inputs: Inputs, config: TrainConfig, steps: int
-) -> TrainState:
-    """Hand head and optimizer to the engine that the launch file chose."""
-    accelerator = run.accelerator
-
-    # 1. What is trained: the head, or one module of head and adapter, since an engine drives one.
-    trained: nn.Module = inputs.head
-    adapted: nn.Module | None = None
-    slower: dict[int, float] = {}  # by parameter id: what its learning rate is divided by
-    if config.adapter.rank > 0:
-        from .adapter import JointModule  # imports peft, which takes a second
-
-        trained = joint = JointModule(inputs.target, inputs.head, inputs.objective, config.adapter)
-        adapted = joint.peft
-        slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
-
-    # 2. Shard before the optimizer is made: it must hold the sharded parameters.
-    trained = trained.to(accelerator.device)
-    shard(accelerator, trained, config.loop.shard_over)
-    optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
-    module, optimizer = prepare(accelerator, trained, optimizer, config.loop.precision)
-
-    # 3. What a checkpoint holds besides module and optimizer.
-    accelerator.register_for_checkpointing(schedule)
-    return TrainState(run, share, inputs, config, module, adapted, optimizer, schedule)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Wishes of a process, or of any process, for the end of a step."""
-
-    stop: bool = False
-    save: bool = False
 
 
 def checkpoint_bytes(module: nn.Module) -> int:
@@ -531,192 +681,13 @@ def checkpoint_bytes(module: nn.Module) -> int:
     )
 
 
-def gradients(
-    state: TrainState,
-    data: Step,
-    features: OnlineFeatures,
-    clock: StepClock,
-    step: int,
-    adapt: bool,
-    wishes: Wishes = Wishes(),
-) -> tuple[list[HeadOutput], float, Wishes]:
-    """Run the forwards and backwards of a step.
-
-    Weights do not change, unless the engine is DeepSpeed, whose last backward makes the step.
-
-    Args:
-        step: number of the step, for errors.
-        adapt: whether the adapter is trained too.
-        wishes: what this process wishes for the end of the step.
-
-    Returns:
-        The outputs of the forwards, the gradient norm, and what any process wishes.
-    """
-    accelerator = state.run.accelerator
-    module = state.module
-    batches = data.batches
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    # A step's loss is the mean over the answer tokens of all its batches, on all processes. A
-    # batch's loss is a sum over its tokens, but engines average gradients over processes, and
-    # DeepSpeed over forwards too. The scale undoes these averages:
-    #     scale = processes * (forwards with DeepSpeed, else 1) / answer tokens
-    # For example, 2 processes and 100 tokens: each gradient is scaled by 2 / 100, and averaged.
-    averaged_over = state.share.processes
-    if deepspeed:
-        averaged_over *= state.share.forwards
-    scale = averaged_over / max(data.answer_tokens, 1)
-    outputs: list[HeadOutput] = []
-    arguments: tuple[Any, ...]
-    loss = 0.0
-
-    # 1. Forwards and backwards, batch by batch; gradients add up.
-    for number, batch in enumerate(batches, start=1):
-        last = number == len(batches)
-        accelerator.sync_gradients = last  # gradients are exchanged once a step
-        if isinstance(module, FSDPModule):  # accelerate does not know of it
-            module.set_requires_gradient_sync(last)
-            module.set_reshard_after_backward(last)  # and weights are gathered once a step
-        with nullcontext() if last else accelerator.no_sync(module):
-            clock.part("target")
-            with record_function("target"):
-                if state.adapted:
-                    # The joint module runs the target itself, whose adapter needs gradients.
-                    arguments = (batch, adapt)
-                else:
-                    dtype = state_dtype(state.config.loop.precision, state.inputs.target.dtype)
-                    arguments = (features(batch, dtype), state.inputs.objective)
-            clock.part("head")
-            with autocast(accelerator, state.config.loop.precision), record_function("head"):
-                output = module(*arguments)
-            # Without the graph, whose views hold keys and values that no backward frees.
-            outputs.append(output._replace(loss=output.loss.detach()))
-            # DeepSpeed's last backward makes the optimizer step: a loss that is not finite must be
-            # noticed before it.
-            if deepspeed and last:
-                loss, _, wishes = agreed(accelerator, outputs, wishes)
-                check_finite("loss", loss, batches, step, state)
-            with record_function("head, backward"):
-                accelerator.backward(output.loss * scale)
-            del output, arguments  # before the next forward makes its own
-
-    # 2. Clip, and agree with the other processes.
-    clock.part("optimizer")
-    clipped = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
-    if deepspeed:
-        norm = float(clipped)
-    else:
-        loss, norm, wishes = agreed(accelerator, outputs, wishes, clipped)
-        check_finite("loss", loss, batches, step, state)
-    check_finite("gradient norm", norm, batches, step, state)
-    return outputs, norm, wishes
-
-
-def update(state: TrainState) -> float:
-    """Step the optimizer and the schedule; return the step's learning rate."""
-    lr = float(state.schedule.get_last_lr()[0])
-    with record_function("optimizer"):
-        state.optimizer.step()
-    state.schedule.step()
-    state.optimizer.zero_grad()
-    return lr
-
-
-def copied_head(state: TrainState) -> DraftHead:
+def copied_head(head: DraftHead, config: TrainConfig) -> DraftHead:
     """Copy the head, whole and in the dtype in which it is saved, to host memory."""
-    head = state.inputs.head
-    name, _ = head_options(state.config)  # FSDP2 gives the head's class another name
+    name, _ = head_options(config)  # FSDP2 gives the head's class another name
     copy = build_head(name, dataclasses.asdict(head.config), head.target)
     # An engine may have sharded the weights, so that all processes gather them here.
     copy.load_state_dict(get_model_state_dict(head, options=StateDictOptions(full_state_dict=True)))
-    return copy.to(dtype_named(state.config.loop.save_dtype))
-
-
-def evaluate_and_save(
-    state: TrainState,
-    metrics: MetricsLogger,
-    stop: StopFlag,
-    callbacks: Callbacks,
-    last: bool = False,
-) -> Evaluation | None:
-    """Measure the head's acceptance; save the head if it is the best so far, or the last.
-
-    Its adapter, if there is one, is saved with it.
-
-    Returns:
-        The evaluation; None, on all processes, if it was stopped.
-    """
-    run = state.run
-    inputs = state.inputs
-    config = state.config
-    progress = metrics.progress
-    accelerator = run.accelerator
-    target = inputs.target
-
-    # 1. Copy the head: what is measured is what is served. A run that was never evaluated has one
-    # to use from now on, whatever becomes of the measurement.
-    copy = copied_head(state)
-    record = {**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)}
-    del record["longest_prompts"]  # a pair of numbers for each prompt, of no use to a reader
-    if changes := run.changes():
-        record["changes"] = changes
-    metadata = CheckpointMetadata(
-        training=record,
-        provenance=inputs.provenance,
-        adapted=state.adapted is not None,
-    )
-    if last and accelerator.is_main_process and not run.best.exists():
-        save_head(copy, run.best, metadata, state.adapted)
-        log.info(f"training is done, and the head is {run.best}; its acceptance is measured now")
-
-    # 2. Measure it on the held-out conversations.
-    replay = inputs.replay or target
-    evaluation = evaluate(
-        replay,
-        copy,
-        inputs.objective,
-        inputs.held_out,
-        config.eval,
-        accelerator,
-        stop,
-        forward_tokens(config),
-    )
-    if evaluation is None:
-        return None
-    # The best head and early stopping follow from the figures, which may differ between processes
-    # in the last digit.
-    evaluation = from_main(accelerator, evaluation)
-
-    # 3. Write down what a checkpoint says of itself. The probe holds a few drafts, by which a
-    # loader can check that it computes the same.
-    measured = {"coverage": inputs.coverage, **evaluation.measured(config.eval)}
-    probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
-    if probe is not None:
-        measured["probe"] = probe
-    metadata = dataclasses.replace(metadata, tree=evaluation.tree, measured=measured)
-
-    # 4. Is it the best? Yes, unless its acceptance is significantly shorter: of heads that cannot
-    # be told apart the later one is kept. The main process decides, since others may look for
-    # best/ after it has been saved.
-    better = from_main(
-        accelerator, not evaluation.shorter_than(progress.longest_prompts) or not run.best.exists()
-    )
-    if better:
-        progress.best_step = progress.step
-        progress.best_length = evaluation.acceptance_length
-    # The comparison is with the longest acceptance so far. best/ may hold a later head that is
-    # slightly shorter; were it compared with, best/ could get worse little by little.
-    if evaluation.acceptance_length > progress.longest_length:
-        progress.longest_length = evaluation.acceptance_length
-        progress.longest_prompts = evaluation.prompts
-
-    # 5. Log it, then save.
-    row = metrics.log_evaluation(evaluation)
-    for folder, wanted in ((run.best, better), (run.last, last)):
-        if wanted and accelerator.is_main_process:
-            save_head(copy, folder, metadata, state.adapted)
-    progress.judged = progress.step
-    callbacks.call("on_evaluation", progress, row, stop)
-    return evaluation
+    return copy.to(dtype_named(config.loop.save_dtype))
 
 
 def agreed(
@@ -735,28 +706,3 @@ def agreed(
     # sync: once a step, so that no step spoils the weights and all processes stop at the same one
     total, stopping, saving, full_norm = torch.cat([everyone, norm[None]]).tolist()
     return total, full_norm, Wishes(stopping > 0, saving > 0)
-
-
-def check_finite(
-    what: str, value: float, batches: list[Batch], step: int, state: TrainState
-) -> None:
-    """Raise a ValueError before a step that would spoil the weights."""
-    if math.isfinite(value):
-        return
-    numbers = sorted(number for batch in batches for number in batch.conversations)
-    # A checkpoint may still be being written in the background; the message names the newest.
-    state.run.close()
-    newest = state.run.newest()
-    lower = f"{state.config.optim.lr / 2:g}"
-    how = "nothing was saved yet, so begin with that"
-    if newest is not None:
-        how = (
-            f"to resume from there, set optim.lr to {lower} in {state.run.folder / 'config.yaml'}"
-            f" and give the same command with --optim.lr {lower}"
-        )
-    raise ValueError(
-        f"step {step}: the {what} is {value}; training stops. Its batch held the conversations"
-        f" {numbers} (counted from 0 over all sources). The newest checkpoint is"
-        f" {newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often helps:"
-        f" {how}"
-    )

@@ -40,8 +40,8 @@ def lost_processes_explained(
         if accelerator.num_processes == 1 or not of_other_processes(error):
             raise
         raise ConnectionError(
-            f"rank {accelerator.process_index} lost another process while it stood at"
-            f" {own_place(error)}: one has died, or came to no exchange within loop.timeout"
+            f"rank {accelerator.process_index} lost contact with another process at"
+            f" {own_place(error)}: that process died, or did not respond within loop.timeout"
             f" ({' '.join(str(error).split())[:160]}); the same command resumes from"
             f" {newest() or 'the start: there is no checkpoint yet'}"
         ) from error

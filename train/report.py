@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
 from ..files import read_json_lines, reading_back
-from ..heads.base import DraftHead, HeadOutput, TargetFeatures
+from ..heads.base import HeadOutput
 from ..heads.checkpoints.files import json_ready
-from ..heads.objective import Objective
 from ..inference.trees.stats import acceptance_figures
 from ..plots import plotted
-from .data.batches import Batch
 from .evaluate import Evaluation
 from .run_folder import Progress, RunFolder, read_options
 from .tracking import Tracker
 
-PEAK_TFLOPS = {
-    r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
-    r"NVIDIA A10": 125,
-    r"NVIDIA L4": 121,
-    r"NVIDIA L40S": 362,
-    r"NVIDIA H100 PCIe": 756,
-    r"NVIDIA H100 NVL": 835,
-    r"NVIDIA H100 \d+GB HBM3": 989,
-    r"NVIDIA GH200 \d+GB?( HBM3e)?": 989,
-    r"NVIDIA H200": 989,
-    r"NVIDIA H200 NVL": 835,
-    r"NVIDIA B200": 2250,
-    r"NVIDIA GB200": 2500,
-    r"NVIDIA B300( SXM6 AC)?": 2250,
-    r"NVIDIA GB300": 2500,
-    r"NVIDIA GeForce RTX 4090": 165,
-    r"NVIDIA GeForce RTX 5090": 209,
-    r"AMD Instinct MI300X( OAM)?": 1307,
-    r"AMD Instinct MI300A": 980,
-}
-"""Peak dense bfloat16 arithmetic in TFLOP/s, without sparsity, by a pattern of the device's whole
-name as torch gives it. One chip has several peaks (H100 SXM, PCIe, NVL), and part of a name would
-also match slower devices (RTX 4090 Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device
-that is not listed has no peak."""
 PARTS = ("data", "target", "head", "optimizer")
 """Parts of a step: waiting for its batch and for other processes; the target's states, computed or
 read from a cache; the head's forward and backward with the exchange of gradients; clipping and the
@@ -118,7 +89,6 @@ class MetricsLogger:
         steps: int,
         epochs_per_step: float,
         progress: Progress,
-        flops_per_token: float,
     ) -> None:
         """Begin where a run stands.
 
@@ -126,7 +96,6 @@ class MetricsLogger:
             every: steps between two lines.
             epochs_per_step: part of an epoch in a step.
             progress: the run's state, whose `seconds` are counted here.
-            flops_per_token: arithmetic of a step for each answer token.
         """
         self.run = run
         self.tracker = tracker
@@ -139,7 +108,6 @@ class MetricsLogger:
         self.stepped = 0.0
         self.waited = 0.0
         self._epochs_per_step = epochs_per_step
-        self._flops_per_token = flops_per_token
         self._outputs: list[HeadOutput] = []  # since the last line
         self._step_started = time.perf_counter()
         self._since = dataclasses.replace(progress)  # the run's state at the last line
@@ -240,21 +208,16 @@ class MetricsLogger:
         )
         return row
 
-    def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float] | None]:
-        """Compute costs per device: rate, arithmetic, memory, and shares of waiting time.
+    def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float]]:
+        """Compute costs per device: rate, memory, and shares of waiting time.
 
         Waiting time is that in which the head waits for features or data.
         """
-        devices = self.run.accelerator.num_processes
-        tflops = rate / devices * self._flops_per_token / 1e12
-        peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         seconds = sum(parts.values())
         peak_memory = peak_memory_gib()
         memory = torch.tensor([peak_memory], device=self.run.accelerator.device)
         return {
-            "answer_tokens_per_second_per_device": rate / devices,
-            "teraflops_per_device": tflops,
-            "model_flop_utilisation": None if peak is None else tflops / peak,
+            "answer_tokens_per_second_per_device": rate / self.run.accelerator.num_processes,
             "peak_memory_gib": peak_memory,
             "peak_memory_gib_by_process": self.run.accelerator.gather(memory).tolist(),
             "share_waiting_for_features": parts["target"] / seconds,
@@ -286,71 +249,6 @@ def peak_memory_gib() -> float:
         return int(kib) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def attention_flops(
-    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
-    """Count the arithmetic of attention, in FLOP, from its shapes.
-
-    Torch's own formula refused grouped queries before 2.13.
-    """
-    # Shapes [..., T, D]. Each of the query's rows meets each of the keys twice: in the scores, with
-    # D multiplications and additions, and in the sum of the values.
-    return 2 * query.numel() // query[-1] * key[-2] * (query[-1] + value[-1])
-
-
-ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.aten, name): attention_flops
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-}
-"""By operation, as `FlopCounterMode` takes it."""
-
-
-def count_flops(
-    features_of: Callable[[Batch, torch.dtype], TargetFeatures],
-    head: DraftHead,
-    objective: Objective,
-    batches: Sequence[Batch],
-    cached: bool,
-    adapted: bool,
-) -> float:
-    """Count the arithmetic of a training step for each answer token, in FLOP, on some batches.
-
-    They hold one sequence each: memory may have room for a single one in a forward. A backward
-    takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward
-    either. Not counted while training: the counter changes the dispatch of operations, and thereby
-    their last digits.
-    """
-    of_target = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
-    of_head = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
-    target_flops = 0
-    head_flops = 0
-    answer_tokens = 0
-    # The random state is put back: a head that draws must not train otherwise for being counted.
-    with torch.random.fork_rng(), torch.no_grad():
-        for batch in batches:
-            with of_target:
-                features = features_of(batch, next(head.parameters()).dtype)
-            with of_head:
-                head(features, objective)
-            target_flops += of_target.get_total_flops()
-            head_flops += of_head.get_total_flops()
-            answer_tokens += int(batch.loss_mask_BT.sum())
-    of_forward = 0 if cached else 3 if adapted else 1
-    return (of_forward * target_flops + 3 * head_flops) / max(answer_tokens, 1)
-
-
-def peak_tflops(name: str) -> float | None:
-    """Return a device's peak dense bfloat16 rate in TFLOP/s; None if its name is unknown."""
-    return next(
-        (peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None
-    )
 
 
 def due(step: int, every: int) -> bool:

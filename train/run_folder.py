@@ -88,7 +88,6 @@ FREE_TO_CHANGE = (
     "features.mode",
     "features.folder",
     "features.limit",
-    "features.repair",
     "data.bad_rows",
     "data.bad_rows_limit",
     "data.cache",
@@ -218,7 +217,7 @@ def read_options(path: Path) -> dict[str, Any]:
     try:
         text = read_bytes(path)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError("it has references, which may hold themselves or grow without end")
+            raise ValueError("its YAML references may be circular or expand without limit")
         options = get_loader("yaml")(text.decode())
         groups = [options["head"], options["loop"], options["optim"]]
         is_config = isinstance(options["target"], str) and "type" in options["head"]
@@ -351,7 +350,7 @@ class RunFolder:
             write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
         self.accelerator.wait_for_everyone()
 
-    def settle(self, config: TrainConfig, inputs: Mapping[str, str]) -> None:
+    def check_inputs_unchanged(self, config: TrainConfig, inputs: Mapping[str, str]) -> None:
         """Check the digests of data, target and tokenizer, and record options that have changed.
 
         Raises:

@@ -50,7 +50,7 @@ from ...train.data.answers import (
     readable,
     text_of,
 )
-from ...train.data.bad_rows import settle_rejected_prompts
+from ...train.data.bad_rows import report_rejected_prompts
 from ...train.data.chat_template import REASONING_TAGS, encode
 from ...train.data.conversations import RESUME_ADVICE
 from ..openai_server import OpenAIServer, ServerError
@@ -125,7 +125,7 @@ def ask_servers(config: AnswersConfig) -> Path:
     path = Path(config.output)
     servers = servers_of(config)  # a mistake in them is reported before any work
     prompts, rejected = read_prompts_to_answer(str(config.prompts), config.conversations)
-    settle_rejected_prompts(rejected, len(prompts), config)
+    report_rejected_prompts(rejected, len(prompts), config)
     tokenizer = _tokenizer_of(config)
     fingerprint = None if tokenizer is None else tokenizer_provenance(tokenizer)["tokenizer"]
     options = {

@@ -181,7 +181,7 @@ def save_head(
         metadata = head.metadata or CheckpointMetadata()
     if metadata.adapted and adapter is None:
         raise ValueError(
-            "this head drafts for a model with an adapter, which lies in its folder: copy that"
+            "this head needs its adapter; copy the checkpoint folder instead of saving the head"
         )
     # 1. Everything that is written, before the disk is touched.
     section = json_ready(

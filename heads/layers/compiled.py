@@ -14,7 +14,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 
 Arguments = ParamSpec("Arguments")
@@ -22,11 +21,8 @@ Result = TypeVar("Result")
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Whether functions are compiled on a device: on CUDA with Triton.
-
-    Not where a mode counts operations: it does not see into a fused kernel.
-    """
-    return device.type == "cuda" and _get_current_dispatch_mode() is None and has_triton()
+    """Whether functions are compiled on a device: on CUDA with Triton."""
+    return device.type == "cuda" and has_triton()
 
 
 def fused_on_gpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from ..base import TargetFeatures
@@ -297,10 +296,8 @@ def attend_step(
         return F.scaled_dot_product_attention(
             query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True
         )
-    # A mode that counts operations does not see into a fused kernel.
-    counted = _get_current_dispatch_mode() is not None
     # torch's flash attention on a CPU has no window.
-    if device.type == "cpu" and not counted and window is None:
+    if device.type == "cpu" and window is None:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if flex_compiles(query_BHTE):
         return by_flex(compiled_flex(), query_BHTE, keys, values, test)

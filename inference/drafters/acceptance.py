@@ -25,6 +25,8 @@ from .tree_policies import DynamicTree
 
 RANKS = 10
 """Ranks whose accuracy is measured: the most children that a node of a calibrated tree has."""
+Sums = tuple[Tensor, Tensor, Tensor]
+"""losses_K, counts_K and hits_KI of a batch, on the CPU. K depths, I ranks."""
 Size = tuple[int, int]
 """Nodes of a dynamic tree, the root counted, and its depth."""
 
@@ -52,8 +54,8 @@ def accuracy_by_rank(
     Returns:
         accuracy_KI: shares of all positions of the answers, by depth and by rank.
     """
-    hits_KI = torch.zeros(head.max_depth, min(RANKS, head.draft_vocab_size), dtype=torch.float32)
-    counts_K = torch.zeros(head.max_depth, dtype=torch.float32)
+    ranks = min(RANKS, head.draft_vocab_size)
+    sums: list[Sums] = []
     for answer in answers:
         tokens_1T = answer.tokens_T[None]
         positions_T = torch.arange(len(answer.tokens_T))
@@ -65,12 +67,29 @@ def accuracy_by_rank(
             loss_mask_BT=(positions_T >= answer.prompt_length)[None],
             modules=target.modules,
         )
-        output = head(features, ranks=hits_KI.shape[1])
-        depths = len(output.counts_K)  # a short answer has fewer than the head
-        hits_KI[:depths] += output.hits_KI.cpu()
-        counts_K[:depths] += output.counts_K.cpu()
-    accuracy: list[list[float]] = (hits_KI / counts_K.clamp(min=1)[:, None]).tolist()
-    return accuracy
+        output = head(features, ranks=ranks)
+        sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
+    _, accuracy_KI = means(sums, head.max_depth)
+    return accuracy_KI
+
+
+def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[float]]]:
+    """Average the loss per depth, and the accuracy per depth and rank.
+
+    Batches of short conversations have fewer depths.
+    """
+    all_losses_K = torch.zeros(max_depth, dtype=torch.float32)
+    all_counts_K = torch.zeros(max_depth, dtype=torch.float32)
+    all_hits_KI = torch.zeros(max_depth, sums[0][2].shape[1], dtype=torch.float32)
+    for losses_K, counts_K, hits_KI in sums:
+        depths = len(counts_K)
+        all_losses_K[:depths] += losses_K
+        all_counts_K[:depths] += counts_K
+        all_hits_KI[:depths] += hits_KI
+    # A depth without a position has loss 0 and accuracy 0.
+    all_counts_K = all_counts_K.clamp(min=1)
+    accuracy_KI = all_hits_KI / all_counts_K[:, None]
+    return (all_losses_K / all_counts_K).tolist(), accuracy_KI.tolist()
 
 
 @torch.inference_mode()

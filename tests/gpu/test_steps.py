@@ -15,11 +15,11 @@ from headstart.heads import HEADS
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.config import DataConfig, LoopConfig, TrainConfig
-from headstart.train.data.batches import Share, Step, collate
+from headstart.train.data.batches import Order, Share, Step, collate
 from headstart.train.data.chat_template import Example
-from headstart.train.features.online import OnlineFeatures
-from headstart.train.report import StepClock
+from headstart.train.inputs import Inputs
 from headstart.train.run_folder import RunFolder
+from headstart.train.tracking import Tracker
 
 pytestmark = pytest.mark.gpu
 STEPS = 2
@@ -33,7 +33,7 @@ def config(tmp_path):
         target="tiny",
         output=str(tmp_path / "run"),
         data=DataConfig(sources=["none.jsonl"]),
-        loop=LoopConfig(precision="float32", batch_size=4),
+        loop=LoopConfig(precision="float32", batch_size=4, max_steps=STEPS),
     )
 
 
@@ -55,14 +55,18 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     monkeypatch.setattr(accelerator.state, "device", target.device)
     share = Share(0, 1, 2)
     run = RunFolder(loop.Path(config.output), accelerator)
-    inputs = loop.Inputs(target, head, head.default_objective(head.config), {}, [], [], [], 1.0, {})
-    state = loop.build_state(run, share, inputs, config, STEPS)
-    clock, features, found = StepClock(accelerator.device), OnlineFeatures(target, head), []
-    for step in range(1, STEPS + 1):
-        outputs, norm, _ = loop.gradients(
-            state, Step(0, batches(), 40), features, clock, step, adapt=True
-        )
-        loop.update(state)
+    run.folder.mkdir(exist_ok=True)
+    objective = head.default_objective(head.config)
+    order = Order([12], batch_size=4, seed=0)
+    inputs = Inputs(target, head, objective, {}, [], [], order, 1.0, {})
+    monkeypatch.setattr(loop, "load_inputs", lambda *_, **__: inputs)
+    monkeypatch.setattr(loop, "try_evaluation", lambda *_: None)
+    tracker = Tracker(accelerator, run.best)
+    trainer = loop.Trainer(run, share, config, tracker, loop.Callbacks([], True), None)
+    found = []
+    for _ in range(STEPS):
+        outputs, norm, _ = trainer.gradients(Step(0, batches(), 40), loop.Wishes())
+        trainer.update()
         after_step()
         found.append([*(float(output.loss.detach()) for output in outputs), norm])
     return found
@@ -86,6 +90,7 @@ def in_float32(on_cpu, device):
 def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(
     in_float32, config, monkeypatch, kind
 ):
+    config = replace(config, head={"type": kind})
     expected = trained(*in_float32(kind, away=False), config, monkeypatch)
     given, waits = in_float32(kind, away=True), []
     if DEVICE == "sim":

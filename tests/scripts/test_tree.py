@@ -15,6 +15,7 @@ from runs import write_prompts
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
+from headstart.heads.objective import Objective
 from headstart.inference import (
     DynamicShape,
     SpeculativeLM,
@@ -24,7 +25,7 @@ from headstart.inference import (
     tree_policy,
 )
 from headstart.inference.drafters import costs as tuning_costs
-from headstart.inference.drafters.acceptance import Answered, dynamic_lengths
+from headstart.inference.drafters.acceptance import Answered, dynamic_lengths, means
 from headstart.inference.drafters.candidate_trees import candidate_trees
 from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
 from headstart.inference.drafters.model_rows import ModelRows
@@ -38,7 +39,7 @@ from headstart.inference.tuning.tree_search import best_static_tree, expected_le
 from headstart.scripts import tree as module
 from headstart.scripts.tree import TreeConfig, calibrate
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import greedy_answers, teacher_forced
+from headstart.train.evaluate import greedy_answers, sums_of
 from headstart.train.loop import train
 
 NEW_TOKENS = 10
@@ -99,7 +100,8 @@ def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(
             Example(stock, [False] * ids.shape[1] + [True] * (len(stock) - ids.shape[1]))
         )
     loaded, metadata = load_head(head)
-    _, accuracy = teacher_forced(target, loaded, examples)
+    sums = sums_of(target, loaded, Objective(), [[example] for example in examples])
+    _, accuracy = means(sums, loaded.max_depth)
     found = metadata.measured["calibration"]
     assert found["accuracy"] == [pytest.approx(row, abs=1e-6) for row in accuracy]
     assert sum(accuracy[0]) > 0.2  # it learned something, so there is something to compare

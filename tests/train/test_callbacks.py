@@ -168,10 +168,11 @@ def test_callbacks_run_on_the_main_process_with_copies():
             progress.step += 1
 
     progress = Progress(step=3)
-    Callbacks([Careless()], main_process=True).call("on_step", progress, None)
+    stop = StopFlag()
+    Callbacks([Careless()], main_process=True).call(Callback.on_step, progress, None, stop)
     assert progress.step == 3
     seen = Recorder()
-    Callbacks([seen], main_process=False).call("on_step", progress, None, StopFlag())
+    Callbacks([seen], main_process=False).call(Callback.on_step, progress, None, stop)
     assert not seen.calls
 
 

@@ -197,19 +197,19 @@ def test_an_error_of_the_last_write_in_flight_is_raised_at_the_end(config, chang
 
 def test_a_run_that_fails_lets_the_checkpoint_in_flight_become_whole(config, monkeypatch):
     original = TrainingState.write
-    update = loop.update
+    update = loop.Trainer.update
 
     def write(self, *given):
         time.sleep(0.5)
         original(self, *given)
 
-    def fails(state):
-        if state.schedule.last_epoch == EVERY + 1:
+    def fails(trainer):
+        if trainer.schedule.last_epoch == EVERY + 1:
             raise KeyError("a mistake")
-        return update(state)
+        return update(trainer)
 
     monkeypatch.setattr(TrainingState, "write", write)
-    monkeypatch.setattr(loop, "update", fails)
+    monkeypatch.setattr(loop.Trainer, "update", fails)
     with pytest.raises(KeyError, match="a mistake"):
         train(config)
     assert checkpoints_of(config.output) == [f"step-{EVERY:08d}"]

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
+from headstart.inference.drafters.acceptance import RANKS, means
 from headstart.inference.replay import TOKENS_AT_ONCE
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
@@ -18,12 +19,12 @@ from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConf
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import (
-    RANKS,
+    batched,
     evaluate,
     forward_tokens,
     greedy_answers,
     prompt_of,
-    teacher_forced,
+    sums_of,
 )
 from headstart.train.features.online import online_features
 
@@ -59,6 +60,12 @@ def build_head(target, draft_vocab_size=None):
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return head.to(target.dtype).eval()
+
+
+def teacher_forced(target, head, examples, tokens=TOKENS_AT_ONCE):
+    """Loss by depth, and accuracy by depth and rank."""
+    sums = sums_of(target, head, Objective({"ce": 1.0}), batched(examples, tokens))
+    return means(sums, head.max_depth)
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB // 2])

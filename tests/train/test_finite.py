@@ -31,7 +31,7 @@ def seen(monkeypatch):
     original = features.online_features
 
     def record(target, head, batch, *rest):
-        if head.training and torch.is_grad_enabled():  # not what is evaluated, or counted before
+        if head.training and torch.is_grad_enabled():  # not what is evaluated
             batches.append((batch, head))
         return original(target, head, batch, *rest)
 
@@ -45,7 +45,7 @@ def poison(patch, how, step=STEP, every=1):
 
     def poisoned(self, features, objective=None, ranks=1):
         output = forward(self, features, objective, ranks)
-        if not torch.is_grad_enabled():  # evaluation, and what is counted before the first step
+        if not torch.is_grad_enabled():  # evaluation
             return output
         calls.append(0)
         late = len(calls) > (step - 1) * every

@@ -531,9 +531,7 @@ def asks(original, at):
     def asking(*given, **named):
         found = original(*given, **named)
         calls.append(found)
-        for parameter in (
-            given[0].module.parameters() if isinstance(given[0], loop.TrainState) else ()
-        ):
+        for parameter in given[0].module.parameters() if isinstance(given[0], loop.Trainer) else ():
             parameter.grad += 1e-3 * torch.rand_like(parameter)  # as if the head drew noise
         if len(calls) == at:
             signal.raise_signal(signal.SIGTERM)
@@ -550,13 +548,14 @@ def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_
     options, tmp_path, monkeypatch, changed, name, at, step
 ):
     short = changed(options, loop={"max_steps": 10, "eval_every": 4, "save_every": 3})
-    original = getattr(loop, name)
-    monkeypatch.setattr(loop, name, asks(original, at=0))
+    owner = loop.Trainer if name == "gradients" else loop
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, asks(original, at=0))
     whole = train(changed(short, output=str(tmp_path / "whole")))
-    monkeypatch.setattr(loop, name, asks(original, at))
+    monkeypatch.setattr(owner, name, asks(original, at))
     with pytest.raises(Stopped, match=f"stopped at step {step} of 10"):
         train(short)
-    monkeypatch.setattr(loop, name, asks(original, at=0))
+    monkeypatch.setattr(owner, name, asks(original, at=0))
     folder = train(short)
     first, second = last_weights(whole), last_weights(folder)
     assert same_tensors(second, first)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.dflash import head as dflash
-from headstart.heads.layers import training_time_test
 from headstart.inference import load_tokenizer
 from headstart.scripts.command_line import options
 from headstart.train import loop
@@ -160,9 +159,8 @@ def long_rows(taught, run_options, tmp_path, changed, monkeypatch):
         answer = [place >= prompt for place in range(ROW)]
         lines.append(json.dumps({"input_ids": row, "loss_mask": answer}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    # Fused kernels keep no scores; a mode that looks at operations goes without them.
-    for module in (training_time_test, dflash):
-        monkeypatch.setattr(module, "SCORES_ON_CPU", 2**16)
+    # Fused kernels, which a GPU has, keep no scores.
+    monkeypatch.setattr(dflash, "SCORES_ON_CPU", 2**16)
     return changed(
         run,
         target=str(tmp_path / "target"),
@@ -185,7 +183,7 @@ def test_training_and_evaluation_take_what_is_planned(long_rows, kind, monkeypat
     taken = {}
 
     def measured(name, moment):
-        work = getattr(loop, name)
+        work = getattr(loop.Trainer, name)
 
         def watched(*given, **more):
             live.most = 0
@@ -193,7 +191,7 @@ def test_training_and_evaluation_take_what_is_planned(long_rows, kind, monkeypat
             taken[moment] = live.most
             return result
 
-        monkeypatch.setattr(loop, name, watched)
+        monkeypatch.setattr(loop.Trainer, name, watched)
 
     measured("gradients", "training")
     measured("evaluate_and_save", "evaluation")

@@ -186,16 +186,16 @@ def test_tensorboard_gets_numbers_and_what_a_killed_run_told_twice_once(
     config = changed(tracked("tensorboard", project="a-project"), loop={"save_every": 4})
 
     with monkeypatch.context() as patch:
-        original, steps = loop.update, []
+        original, steps = loop.Trainer.update, []
 
-        def update(state):
-            lr = original(state)
+        def update(trainer):
+            lr = original(trainer)
             steps.append(0)
             if len(steps) == 7:
                 raise KeyboardInterrupt
             return lr
 
-        patch.setattr(loop, "update", update)
+        patch.setattr(loop.Trainer, "update", update)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     found = EventAccumulator(str(train(config) / "a-project")).Reload()
@@ -268,7 +268,7 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
     def broken(*given):
         raise ValueError("no number")
 
-    monkeypatch.setattr(loop, "check_finite", broken)
+    monkeypatch.setattr(loop.Trainer, "check_finite", broken)
     with pytest.raises(ValueError, match="no number"):
         train(tracked("wandb"))
     (found,) = runs(offline)

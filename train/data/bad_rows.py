@@ -22,7 +22,7 @@ NAMED = 20
 """Rejected rows that a message names."""
 
 
-def settle_unused_rows(
+def report_unused_rows(
     cache: TokenCache,
     data: DataConfig,
     max_length: int,
@@ -43,7 +43,7 @@ def settle_unused_rows(
     # 1. Rows that cannot be used.
     rejected = [row for row in cache.unused if row.why == "rejected"]
     file = None if folder is None else folder / REJECTED
-    _settle_rejected(rejected, cache.read, data, file, "data.bad_rows", "used", main_process)
+    _report_rejected(rejected, cache.read, data, file, "data.bad_rows", "used", main_process)
 
     # 2. Refuse, on every process: one conversation to train on and one to hold out must be left.
     too_long = sum(row.why == "too long" for row in cache.unused)
@@ -74,17 +74,17 @@ def settle_unused_rows(
         )
 
 
-def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMadeConfig) -> None:
+def report_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMadeConfig) -> None:
     """Report prompts that cannot be answered, and write them to a file beside the output.
 
     Raises:
         ValueError: more of them than are allowed.
     """
     file = Path(f"{config.output}.{REJECTED}")
-    _settle_rejected(rejected, rows, config, file, "bad_rows", "answered")
+    _report_rejected(rejected, rows, config, file, "bad_rows", "answered")
 
 
-def _settle_rejected(
+def _report_rejected(
     rejected: list[UnusedRow],
     rows: int,
     options: DataConfig | SelfMadeConfig,

@@ -471,8 +471,8 @@ def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
         if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
             raise
         raise RuntimeError(
-            "a process that reads data ahead has died, perhaps for want of (shared) memory:"
-            f" {error}; lower data.workers, 0 for none: the same command resumes from the newest"
+            "a data loading process died, perhaps out of (shared) memory:"
+            f" {error}; lower data.workers (0 for none); the same command resumes from the newest"
             " checkpoint"
         ) from error
 

@@ -52,7 +52,7 @@ from .answers import (
     rejection,
     text_of,
 )
-from .bad_rows import settle_rejected_prompts
+from .bad_rows import report_rejected_prompts
 from .conversations import RESUME_ADVICE, distinct_share
 from .token_cache import UnusedRow
 
@@ -251,7 +251,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
     facts = target_facts(config.target)  # None where only loading the model tells
     if facts is not None:
         rejected += _too_long(numbered, lengths, config, facts.max_positions)
-    settle_rejected_prompts(rejected, len(prompts or []), config)
+    report_rejected_prompts(rejected, len(prompts or []), config)
 
     # 3. Load the model, which may have fewer positions than its files tell.
     lm, _ = load_speculative_lm(
@@ -262,7 +262,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
     output.config = config = dataclasses.replace(config, dtype=dtype)
     beyond = _too_long(numbered, lengths, config, lm.target.max_positions)
     if beyond:
-        settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
+        report_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
 
     # 4. Make batch after batch. Each is written whole.
     watch = _Watch(output)
@@ -372,7 +372,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     text = render(tokenizer, [{"role": "user", "content": marker}])
     if marker not in text:
         raise ValueError(
-            "the chat template changes the user's words, so no prompt can start there; give"
+            "the chat template alters the user's text, so prompts cannot be generated from it; give"
             " --prompts"
         )
     return text[: text.index(marker)]

@@ -466,9 +466,8 @@ def _make(
         if "abruptly died" not in str(error):
             raise
         raise RuntimeError(
-            f"one of the {processes} processes that tokenized {source.name} has died, perhaps for"
-            " want of memory; lower data.num_proc: the same command resumes with the parts that"
-            " are whole"
+            f"one of the {processes} processes tokenizing {source.name} died, perhaps out of"
+            " memory; lower data.num_proc; the same command keeps the finished parts"
         ) from error
     files = [Path(file["filename"]).name for file in rows.cache_files]
     # Files of a start with another number of processes, and those that `datasets` was writing when
@@ -606,7 +605,7 @@ def _mapped(path: Path) -> Dataset:
             pc.list_value_length(mapped.data.table.column(name)) for name in ("tokens", "loss_mask")
         ]
         if not lengths[0].equals(lengths[1]):
-            raise ValueError("a sequence has other numbers of tokens and of marks")
+            raise ValueError("a sequence has more tokens than marks, or fewer")
         return mapped
     except (OSError, pa.ArrowException, *BROKEN) as error:
         raise ValueError(

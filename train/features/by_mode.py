@@ -47,10 +47,7 @@ def check_outside_source(config: TrainConfig, outside: OpenSource | None) -> Non
     """Refuse a `features.mode` that does not fit the source passed to `train`, or its absence."""
     mode = config.features.mode
     if outside is None and mode == "served":
-        raise ValueError(
-            "features.mode served takes states from a source that is given, train(config,"
-            " source=...), and none was"
-        )
+        raise ValueError("features.mode served needs a source of states, train(config, source=...)")
     if outside is not None and mode not in ("served", "stored", "cached"):
         raise ValueError(
             f"a source of states was given, and features.mode {mode} does not read it; choose from "

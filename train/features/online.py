@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ...console import ProgressBar, log
+from ...console import ProgressBar
 from ...files import free_bytes
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.engines.target import Target
@@ -24,7 +24,6 @@ from ...inference.feature_cache import (
     FORMATS,
     FeatureCache,
     cache_manifest,
-    corrupt_shards,
     decoded,
     kept_layers,
     key_of,
@@ -76,7 +75,7 @@ class OnlineFeatures:
         """
         return batches
 
-    def settle(self, accelerator: Accelerator) -> None:
+    def flush(self, accelerator: Accelerator) -> None:
         """Write all features computed so far to disk.
 
         Every process calls it before a checkpoint, and at the start of an epoch.
@@ -155,7 +154,7 @@ class CachedFeatures(OnlineFeatures):
             lambda batch: self.fill(collate([examples[i] for i in batch])),
         )
 
-    def settle(self, accelerator: Accelerator) -> None:
+    def flush(self, accelerator: Accelerator) -> None:
         exchange(accelerator, self.cache)
 
     def fill(self, batch: Batch) -> list[bytes]:
@@ -292,10 +291,6 @@ def open_cache(
     manifest = cache_manifest(provenance, layers, head.target.hidden_size, options.format)
     folder = Path(options.folder or output / "features")
     with accelerator.main_process_first():
-        if options.repair and accelerator.is_main_process:
-            for path in corrupt_shards(folder):
-                log.info(f"{path} is corrupt and was removed")
-                path.unlink()
         return FeatureCache(folder, manifest)
 
 

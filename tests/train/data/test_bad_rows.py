@@ -17,7 +17,7 @@ from runs import write_rows
 from headstart.inference import Target, tokenizer_provenance
 from headstart.train import inputs
 from headstart.train.config import DataConfig
-from headstart.train.data.bad_rows import allowed, settle_unused_rows
+from headstart.train.data.bad_rows import allowed, report_unused_rows
 from headstart.train.data.conversations import open_sources
 from headstart.train.data.split import split_cache
 from headstart.train.data.token_cache import Rendering, TokenCache, cached_sequences
@@ -287,4 +287,4 @@ def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_pat
         in row.reason
     )
     with refused("1 6 0123456789abcdef"):
-        settle_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)
+        report_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)

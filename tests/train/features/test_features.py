@@ -18,7 +18,6 @@ from headstart.inference import Target, feature_cache
 from headstart.inference.feature_cache import (
     FORMATS,
     FeatureCache,
-    corrupt_shards,
     decoded,
     encoded,
     key_of,
@@ -104,7 +103,7 @@ def test_cached_features_are_those_of_the_batch(target, head, cached, examples, 
         found = source(batch, torch.float64)
         close(found, fresh, batch, atol=1e-5, rtol=0)
         torch.testing.assert_close(head(found).loss, head(fresh).loss, rtol=1e-5, atol=0)
-    source.settle(Accelerator())
+    source.flush(Accelerator())
     close(cached()(batch, torch.float64), found, batch, atol=0, rtol=0)
 
 
@@ -178,14 +177,12 @@ def test_a_corrupt_shard_is_named_and_the_others_are_not(target, head, cached, e
     tensors = load_file(shards[2])
     tensors["states"][0, 0, 0] += 1
     save_file(tensors, shards[2])
-    assert corrupt_shards(source.cache.folder) == [shards[2]]
-    with refused(f"{shards[2]} corrupt --features.repair"):
+    with refused(f"{shards[2]} corrupt remove"):
         cached()(collate(examples))
     shards[2].write_bytes(shards[2].read_bytes()[:-5])
-    with refused(f"{shards[2]} corrupt --features.repair"):
+    with refused(f"{shards[2]} corrupt remove"):
         cached()
-    assert corrupt_shards(source.cache.folder) == [shards[2]]
-    shards[2].unlink()  # what --features.repair does
+    shards[2].unlink()
     close(
         cached()(collate(examples)),
         online_features(target, head, collate(examples)),
@@ -241,7 +238,7 @@ def test_a_shard_that_does_not_fit_itself_is_named(target, cached, examples, wha
     for name, change in SPOILT[what].items():
         tensors[name] = change(tensors[name])
     save_file(tensors, path)
-    with refused(f"{path} corrupt --features.repair") as caught:
+    with refused(f"{path} corrupt remove") as caught:
         cached(hidden_size=width)
     assert "\n" not in str(caught.value)
 
@@ -255,10 +252,9 @@ def test_a_named_pipe_among_states_is_refused_and_not_waited_for(cached, name):
         cached()
 
 
-def test_files_of_others_among_states_are_not_repaired(cached):
+def test_files_of_others_among_states_are_named(cached):
     folder = cached().cache.folder
     (folder / "thesis.safetensors").write_text("precious")
-    assert corrupt_shards(folder) == []
     with refused("thesis.safetensors corrupt"):
         cached()
 
@@ -353,7 +349,7 @@ def test_what_is_trained_on_is_what_was_kept_and_is_read_ahead_as_it_is_stored(
     source, batch = cached(format=word), collate(examples)
     assert source.read_ahead([batch], 0)[0] is batch  # nothing is there yet
     expected = source(batch)
-    source.settle(Accelerator())
+    source.flush(Accelerator())
     other = cached(format=word)
     assert torch.equal(other(batch).features_BTF, expected.features_BTF)
     (ahead,) = other.read_ahead([batch], 0)
@@ -373,7 +369,7 @@ def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
     batch = collate(examples)
     assert reader.read_ahead([batch], 0)[0].states_BTLD is None
     writer.fill(batch)
-    writer.settle(Accelerator())
+    writer.flush(Accelerator())
     assert reader.read_ahead([batch], 0)[0].states_BTLD is None
     assert reader.read_ahead([batch], 1)[0].states_BTLD is not None
 
