@@ -185,7 +185,7 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         raise ValueError(
             f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}"
         )
-    unknown = sorted(settings.keys() - CONFIG_SETTINGS - ARGUMENTS)
+    unknown = sorted(settings.keys() - CONFIG_SETTINGS)
     if unknown:
         hint = INSTEAD.get(unknown[0]) or did_you_mean(unknown[0], CONFIG_SETTINGS | ARGUMENTS)
         raise ValueError(f"generate option {unknown[0]!r} is not supported{hint}")

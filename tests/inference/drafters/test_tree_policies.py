@@ -24,6 +24,7 @@ ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 
 @dataclass(frozen=True)
 class DraftTreeState(DraftState):
+    max_depth: int
     nodes: int = 0
     frontier: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
