@@ -9,15 +9,12 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
-PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.[0-9a-f]{8}\.partial")
-"""Names of files that `replacing` writes."""
 BROKEN = (
     ArithmeticError,
     AttributeError,
@@ -121,20 +118,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def remove_partials(folder: Path, patterns: Sequence[str]) -> None:
-    """Remove what `replacing` left in a folder, in processes that were killed.
-
-    Args:
-        folder: the folder itself; nothing below it.
-        patterns: the names of files that were to be written, as of a shell.
-    """
-    for path in folder.glob(".*.partial"):
-        left = PARTIAL.fullmatch(path.name)
-        written_here = left is not None and any(fnmatch(left["name"], each) for each in patterns)
-        if written_here and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:
