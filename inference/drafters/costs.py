@@ -28,7 +28,7 @@ from ..trees.tree_spec import DynamicShape, TreePolicy, TreeShape
 from ..tuning.machine import Key, measured_once, seconds_in_turns
 from ..tuning.round_costs import SIZES, RoundCosts
 from .base import DraftContext, PrefillChunk
-from .model_rows import ModelRows
+from .draft_model_state import DraftModelState
 from .round import Round, Verdict
 from .tree_policies import StaticTree
 
@@ -109,9 +109,9 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     if head is not None:
         # 2. A chain by the head, as in a round: the drafter gets a round in which nothing was
         #    accepted, with the text's own features, and drafts after it.
-        drafter = StaticTree(ModelRows(head, target.draft_modules), TreeShape.chain(depth))
+        drafter = StaticTree(DraftModelState(head, target.draft_modules), TreeShape.chain(depth))
         one_1 = torch.ones_like(text_1T[0, :1])
-        drafter.rows.use(target.engine)
+        drafter.model_state.use(target.engine)
         # Every timed call adds a token to the head's cache.
         capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
         drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))

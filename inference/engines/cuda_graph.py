@@ -10,10 +10,10 @@ A round replays these, each with memory of its own, so that a result is valid un
 next call:
 
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
-                 or ModelRows.expand, once a level, for trees that are drawn or end early
+                 or DraftModelState.expand, once a level, for trees that are drawn or end early
     forward      ModelEngine._tree_forward               engines.model_engine
     verdict      verify_and_compact                      rounds.verification
-    observe      the head's `observe`                    drafters.model_rows
+    observe      the head's `observe`                    drafters.draft_model_state
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
         rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2
     )
     assert output.stats.cache_bytes == target.cache_bytes(2, 256)  # slots come by 256
-    kept = lm.drafter.rows.catch_up().cache
+    kept = lm.drafter.model_state.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
 

@@ -174,7 +174,7 @@ def test_a_fresh_drafter_is_independent(target):
 
     def state(drafter):
         if word == "model":
-            cache = drafter.rows.progress.state.cache
+            cache = drafter.model_state.progress.state.cache
             return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
         return [row.text.last(99) for row in drafter.rows]
 

@@ -230,7 +230,7 @@ def test_a_head_reads_what_a_history_wrote(target, head, lazy):
         target, head, tree="chain:3", adaptive=False, drafter="history:4:3"
     )
     chain = lm.drafter.other
-    chain.rows.lazy = lazy
+    chain.model_state.lazy = lazy
     drafts = []
     propose = chain.propose
 
