@@ -48,7 +48,7 @@ class Drafting:
         if tree is not None:
             if self.with_tree is None:
                 raise ValueError(
-                    f"tree {tree!r} was given for a drafter that is made already; make it with that"
+                    f"tree {tree!r} was given with a drafter object; make the drafter with that"
                     " tree"
                 )
             drafter = self.with_tree(tree)

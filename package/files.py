@@ -163,9 +163,9 @@ def flush_to_disk(folder: Path) -> None:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder with named pipes or devices, at which whoever opens them waits for good.
+    """Refuse a folder with named pipes or devices: opening one blocks forever.
 
-    Nothing is said of what is no folder here.
+    Paths that are not folders are ignored.
 
     Raises:
         ValueError: the first of them.

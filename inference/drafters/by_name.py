@@ -71,10 +71,7 @@ def make_drafter(
     spec = drafter_spec(source) if isinstance(source, str) else source
     # 1. What does not go together.
     if head is not None and spec is not None and not isinstance(spec, History):
-        raise ValueError(
-            "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
-            " retrieval"
-        )
+        raise ValueError("with a head, drafter must be history, prompt-lookup or retrieval")
     if head is None and isinstance(spec, History) and tree != "auto":
         raise ValueError(
             f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
@@ -220,7 +217,7 @@ def _from_source(
     # 2. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
-            f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
+            f"tree {tree!r} was given with a drafter object; make the drafter with that tree"
         )
     return validated(spec, target.info.vocab_size)
 

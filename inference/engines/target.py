@@ -187,7 +187,7 @@ class Target(TargetModel):
         """
         if self.name == type(self.model).__name__ and not Path(self.name).exists():
             raise ValueError(
-                f"{self.name!r} was made in memory, so no tokenizer lies beside it; give one"
+                f"{self.name!r} was made in memory and has no tokenizer files; give a tokenizer"
             )
         return load_tokenizer(self.name, self.commit, **self.hub)
 
@@ -355,8 +355,8 @@ class Target(TargetModel):
         different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
         if different is not None and different > tolerance(self.model):
             raise ValueError(
-                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than"
-                f" generate does: its last states differ by {different:.2g} of their spread"
+                f"{type(self.model).__name__} ({self.name!r}) computes other states for a whole"
+                f" text than generate does: the last ones differ by {different:.2g} of their spread"
                 " (positions or a mask that it makes only while it generates), so a head would"
                 " learn from other features than it drafts with; train for a target of another"
                 " family, or another version of transformers"

@@ -126,7 +126,7 @@ class TreeShape:
                 )
         if len(known) != len(nodes) + 1:
             raise ValueError(
-                "a tree path stands twice: "
+                "a tree path is given twice: "
                 + shown(next(list(p) for p in nodes if nodes.count(p) > 1))
             )
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))

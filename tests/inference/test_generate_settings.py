@@ -169,14 +169,10 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(
         target, head=a_head(target, kind), tree="dynamic:9:3:3", adaptive=False
     )
     whole = check_identity(lm, ROWS)
-    monkeypatch.setattr(
-        *(
-            (prefill, "PREFILL_TOKENS")
-            if reader == "target"
-            else (draft_model_state, "CHUNK_TOKENS")
-        ),
-        size,
-    )
+    if reader == "target":
+        monkeypatch.setattr(prefill, "PREFILL_TOKENS", size)
+    else:
+        monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", size)
     chunked = check_identity(lm, ROWS)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
 
