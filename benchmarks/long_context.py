@@ -29,7 +29,7 @@ from headstart.heads.base import TargetModules
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.engines.cpu_decoder import packed_head
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.trees.sampling import RandomSampler
@@ -179,13 +179,13 @@ class Round:
 
     def __init__(self, head: DraftHead, modules: TargetModules, length: int) -> None:
         self.head = head
-        self.rows = ModelRows(head, modules)
-        self.rows.make_room(head.max_depth, head.max_depth)
+        self.model_state = DraftModelState(head, modules)
+        self.model_state.make_room(head.max_depth, head.max_depth)
         self.features = len(head.feature_layers) * head.target.hidden_size
         with torch.inference_mode():
             capacity = length + (ROUNDS + 1) * COMMITTED
-            self.rows.begin(DraftContext(1, capacity, RandomSampler(), None))
-            progress = self.rows.progress
+            self.model_state.begin(DraftContext(1, capacity, RandomSampler(), None))
+            progress = self.model_state.progress
             for states in (*progress.state.cache.keys, *progress.state.cache.values):
                 states.normal_()
             progress.state = dataclasses.replace(progress.state, lengths_B=torch.tensor([length]))
@@ -203,12 +203,12 @@ class Round:
     @torch.inference_mode()
     def run(self) -> None:
         """Observe `COMMITTED` tokens and draft a greedy chain of the head's depth."""
-        self.rows.prefill(self.chunk(COMMITTED))
-        state = self.rows.catch_up()
+        self.model_state.prefill(self.chunk(COMMITTED))
+        state = self.model_state.catch_up()
         tokens_11 = torch.zeros(1, 1, dtype=torch.int64)
         parents_11 = torch.full((1, 1), -1)
         for _ in range(self.head.max_depth):
-            logits_11V, state = self.rows.expand(state, tokens_11, parents_11)
+            logits_11V, state = self.model_state.expand(state, tokens_11, parents_11)
             tokens_11 = self.head.target_tokens(logits_11V.argmax(-1))
             parents_11 = torch.zeros(1, 1, dtype=torch.int64)
 

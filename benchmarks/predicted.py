@@ -173,7 +173,7 @@ def along(
                 torch.tensor([place - read], device=target.device),
             )
         )
-        read, state = place, drafter.rows.catch_up()
+        read, state = place, drafter.model_state.catch_up()
         overlaps, signs = [], []
         for k in range(depth):
             logits, state = drafter.head.expand(

@@ -206,8 +206,6 @@ class DraftState:
     depth: int
     """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the
     root."""
-    max_depth: int
-    """Maximum number of `expand` calls in a round."""
     confidence_BW: Tensor | None = field(default=None, kw_only=True)
     """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it
     makes one."""
@@ -455,7 +453,6 @@ class DraftHead(nn.Module, ABC):
         return DraftTreeState(
             modules,
             depth=0,
-            max_depth=max_depth,
             cache=self.empty_cache(batch_size, nodes, capacity),
             lengths_B=zeros_B,
             first_B=None if self.window is None else zeros_B.clone(),

@@ -12,7 +12,7 @@ from .drafters.base import BatchDrafter
 from .drafters.by_name import DrafterSource, make_drafter
 from .drafters.history import EARLIER_TOKENS
 from .drafters.text_index import TextIndex
-from .drafters.tree_policies import model_rows
+from .drafters.tree_policies import draft_model_states
 from .engines.target import Target
 from .trees.tree_spec import TreeSpec
 from .trees.verify import AcceptanceRule, choose_rule
@@ -48,7 +48,7 @@ class Drafting:
         if tree is not None:
             if self.with_tree is None:
                 raise ValueError(
-                    f"tree {tree!r} was given for a drafter that is made already; make it with that"
+                    f"tree {tree!r} was given with a drafter object; make the drafter with that"
                     " tree"
                 )
             drafter = self.with_tree(tree)
@@ -60,9 +60,9 @@ class Drafting:
     @property
     def head_in_engine(self) -> DraftHead | None:
         """The head as it drafts, which may be a copy in the target's engine; None without one."""
-        for rows in model_rows(self.drafter):
-            if isinstance(rows.model, DraftHead):
-                return rows.model
+        for state in draft_model_states(self.drafter):
+            if isinstance(state.model, DraftHead):
+                return state.model
         return None
 
 
@@ -103,7 +103,7 @@ def drafting_for(
     )
     drafter = with_tree(tree)
     target.check_layers(drafter.feature_layers)
-    for rows in model_rows(drafter):
-        rows.use(target.engine)
+    for state in draft_model_states(drafter):
+        state.use(target.engine)
     # 3. The rule, which must fit the drafter's trees.
     return Drafting(drafter, acceptance, lossy, head, provenance, with_tree)

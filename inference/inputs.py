@@ -27,7 +27,7 @@ from .cache.kv_cache import free_memory
 from .drafters.base import BatchDrafter
 from .drafters.by_name import assistants
 from .drafters.draft_model import within
-from .drafters.tree_policies import model_rows
+from .drafters.tree_policies import draft_model_states
 from .engines.encoder_decoder import Seq2SeqTarget
 from .engines.target import Target
 from .rounds.sequences import Conversation
@@ -185,7 +185,7 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         raise ValueError(
             f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}"
         )
-    unknown = sorted(settings.keys() - CONFIG_SETTINGS - ARGUMENTS)
+    unknown = sorted(settings.keys() - CONFIG_SETTINGS)
     if unknown:
         hint = INSTEAD.get(unknown[0]) or did_you_mean(unknown[0], CONFIG_SETTINGS | ARGUMENTS)
         raise ValueError(f"generate option {unknown[0]!r} is not supported{hint}")
@@ -464,7 +464,9 @@ def check_size(
     bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
     needed = {
         "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
-        "the drafts'": sum(model.cache_bytes(rows, tokens) for model in model_rows(drafter)),
+        "the drafts'": sum(
+            model.cache_bytes(rows, tokens) for model in draft_model_states(drafter)
+        ),
         "logits": scores * bytes_of_score,
     }
     total = sum(needed.values())

@@ -9,15 +9,12 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
-PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.[0-9a-f]{8}\.partial")
-"""Names of files that `replacing` writes."""
 BROKEN = (
     ArithmeticError,
     AttributeError,
@@ -123,20 +120,6 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def remove_partials(folder: Path, patterns: Sequence[str]) -> None:
-    """Remove what `replacing` left in a folder, in processes that were killed.
-
-    Args:
-        folder: the folder itself; nothing below it.
-        patterns: the names of files that were to be written, as of a shell.
-    """
-    for path in folder.glob(".*.partial"):
-        left = PARTIAL.fullmatch(path.name)
-        written_here = left is not None and any(fnmatch(left["name"], each) for each in patterns)
-        if written_here and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
-
-
 def cache_folder() -> Path:
     """Return the folder for what is kept between processes.
 
@@ -180,9 +163,9 @@ def flush_to_disk(folder: Path) -> None:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder with named pipes or devices, at which whoever opens them waits for good.
+    """Refuse a folder with named pipes or devices: opening one blocks forever.
 
-    Nothing is said of what is no folder here.
+    Paths that are not folders are ignored.
 
     Raises:
         ValueError: the first of them.

@@ -103,13 +103,13 @@ class CertifyConfig(PromptFiles, SamplingOptions):
 
     def _check_server(self) -> None:
         """Refuse a server whose answers could not be requested, or not be judged."""
-        from headstart.addons.openai_server import OpenAIServer
+        from headstart.addons.openai_client import OpenAIClient
 
         if not self.server or not self.model:
             raise ValueError(
                 "a server needs both its URL (server) and the target's name there (model)"
             )
-        OpenAIServer.at(self.server, SECONDS)
+        OpenAIClient.at(self.server, SECONDS)
         if self.dtype in ("fastest", "auto"):
             raise ValueError(
                 f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it"
@@ -260,13 +260,13 @@ def _by_server(
     """Do the same with a server, which answers before the target is loaded."""
     from headstart.addons.certify.engines import ServerEngine, end_tokens_of
     from headstart.addons.certify.judging import Weights, generate_all
-    from headstart.addons.openai_server import OpenAIServer
+    from headstart.addons.openai_client import OpenAIClient
     from headstart.inference import Target
 
     assert config.server is not None and config.model is not None
     template = {} if config.thinking is None else {"enable_thinking": config.thinking}
     ends = end_tokens_of(config.target, tokenizer)
-    server = OpenAIServer.at(config.server, SECONDS)
+    server = OpenAIClient.at(config.server, SECONDS)
     engine = ServerEngine(server, config.model, config.endpoint, asked, tokenizer, ends, template)
     generated = generate_all(engine, prompts, asked)
     log.info(f"loading {config.target}")

@@ -398,7 +398,7 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
     (("encoder-decoder",), ("parallel model",), "one of them is an encoder-decoder"),
     (("prompt-lookup", "history"), NAMED, "takes no tree"),
-    (MADE, NAMED, "made already"),
+    (MADE, NAMED, "with a drafter object"),
     (("head and history",), DRAWN, "sampled drafts cannot take turns"),
 ]
 """Two kinds of values, and words of the refusal."""

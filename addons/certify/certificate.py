@@ -61,7 +61,7 @@ TOLERATED = 2.0
 order."""
 
 GreedyVerdict = Literal["identical", "identical up to ties", "not lossless"]
-Path = tuple[int, ...]
+TokenPath = tuple[int, ...]
 """Tokens between a prompt and a position."""
 
 
@@ -465,7 +465,7 @@ class Impossible:
     """Draws of a token to which the reference, after the logits processors, gives probability 0."""
 
     prompt: int
-    path: Path
+    path: TokenPath
     token: int
     draws: int
 
@@ -577,9 +577,9 @@ class SamplingResult:
 
 
 def judge_sampling(
-    rows: Sequence[Sequence[Path]],
-    reference: Sequence[Mapping[Path, NextToken]],
-    rounded: Sequence[Mapping[Path, NextToken]],
+    rows: Sequence[Sequence[TokenPath]],
+    reference: Sequence[Mapping[TokenPath, NextToken]],
+    rounded: Sequence[Mapping[TokenPath, NextToken]],
     positions: int,
 ) -> SamplingResult:
     """Test the continuations of each prompt.
@@ -639,13 +639,15 @@ def judge_sampling(
     return result
 
 
-def counts_by_path(continuations: Sequence[Path], position: int) -> dict[Path, Counter[int]]:
+def counts_by_path(
+    continuations: Sequence[TokenPath], position: int
+) -> dict[TokenPath, Counter[int]]:
     """How often each token was drawn at a position, by the tokens before it.
 
     For example, the continuations (5, 7), (5, 8), (5, 7), (6, 7) have {(5,): {7: 2, 8: 1}, (6,):
     {7: 1}} at position 1.
     """
-    counts: dict[Path, Counter[int]] = {}
+    counts: dict[TokenPath, Counter[int]] = {}
     for row in continuations:
         if len(row) > position:
             counts.setdefault(row[:position], Counter())[row[position]] += 1
@@ -701,7 +703,11 @@ def _together(tests: Sequence[SamplingTest], prompt: int | None, position: int) 
 
 
 def _impossible(
-    prompt: int, path: Path, counts: Mapping[int, int], reference: NextToken, rounded: NextToken
+    prompt: int,
+    path: TokenPath,
+    counts: Mapping[int, int],
+    reference: NextToken,
+    rounded: NextToken,
 ) -> list[Impossible]:
     """Draws of tokens that the processors exclude, in the reference and with rounding."""
     impossible = []
@@ -715,8 +721,8 @@ def _impossible(
 
 def _sampling_reasons(
     result: SamplingResult,
-    rows: Sequence[Sequence[Path]],
-    reference: Sequence[Mapping[Path, NextToken]],
+    rows: Sequence[Sequence[TokenPath]],
+    reference: Sequence[Mapping[TokenPath, NextToken]],
 ) -> list[str]:
     reasons = []
     if result.impossible:

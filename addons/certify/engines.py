@@ -21,8 +21,8 @@ from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import generation_config_of, locate
 from ...inference.text.messages import Messages
-from ..openai_server import OpenAIServer, ServerError
-from .certificate import Path
+from ..openai_client import OpenAIClient, ServerError
+from .certificate import TokenPath
 
 RETRIES = 3
 """Repetitions of a request after a transient error, with exponential backoff."""
@@ -87,7 +87,7 @@ class Engine(Protocol):
     def greedy(self, prompt: Prompt) -> Answer:
         """The greedy answer to a prompt."""
 
-    def draws(self, prompt: Prompt, count: int) -> list[Path] | None:
+    def draws(self, prompt: Prompt, count: int) -> list[TokenPath] | None:
         """Independent continuations of a prompt; shorter ones have ended.
 
         None if the engine gives text alone, whose tokens are not known for certain.
@@ -113,9 +113,9 @@ class LocalEngine:
         )
         return Answer(tokens)
 
-    def draws(self, prompt: Prompt, count: int) -> list[Path]:
+    def draws(self, prompt: Prompt, count: int) -> list[TokenPath]:
         fitting = max(1, min(self.most_rows, TOKENS // len(prompt.ids)))
-        found: list[Path] = []
+        found: list[TokenPath] = []
         while len(found) < count:
             rows = self._new_tokens(
                 prompt,
@@ -139,7 +139,7 @@ class LocalEngine:
         )
         return sequences_BT[:, len(prompt.ids) :].tolist()
 
-    def _until_end(self, row: list[int]) -> Path:
+    def _until_end(self, row: list[int]) -> TokenPath:
         """The tokens of a row without the padding after its end token."""
         for place, token in enumerate(row):
             if token in self.end_tokens:
@@ -197,7 +197,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        server: OpenAIServer,
+        server: OpenAIClient,
         model: str,
         endpoint: Literal["completions", "chat"],
         asked: Asked,
@@ -231,8 +231,8 @@ class ServerEngine:
         (choice,) = self._choices(prompt, body)[:1]
         return self._answer(choice, self.asked.new_tokens)
 
-    def draws(self, prompt: Prompt, count: int) -> list[Path] | None:
-        found: list[Path] = []
+    def draws(self, prompt: Prompt, count: int) -> list[TokenPath] | None:
+        found: list[TokenPath] = []
         while len(found) < count:
             # vLLM on a CPU ends at some requests with a seed, and draws without one are as
             # independent.

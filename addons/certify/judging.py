@@ -19,8 +19,8 @@ from .certificate import (
     BestScores,
     GreedyResult,
     NextToken,
-    Path,
     SamplingResult,
+    TokenPath,
     judge_answer,
     judge_greedy,
     judge_sampling,
@@ -41,7 +41,7 @@ class Generated:
     """All that an engine generated."""
 
     answers: list[Answer]
-    rows: list[list[Path]]
+    rows: list[list[TokenPath]]
     """Continuations of the sampled prompts."""
     untested: list[str]
     """What could not be asked of the engine."""
@@ -66,7 +66,7 @@ def generate_all(engine: Engine, prompts: list[Prompt], asked: Asked) -> Generat
     answers = [engine.greedy(prompt) for prompt in counted(prompts, "greedy answers")]
     if not asked.draws:
         return Generated(answers, [], ["sampling: no draws were asked for"])
-    rows: list[list[Path]] = []
+    rows: list[list[TokenPath]] = []
     for prompt in counted(prompts[: asked.sample_prompts], "sampled prompts"):
         drawn = engine.draws(prompt, asked.draws)
         if drawn is None:
@@ -119,7 +119,7 @@ def judge(
         tokens, scores = one_token_scores(model, prompt.ids, answer.tokens, greedily, by_text)
         answers.append(dataclasses.replace(answer, tokens=tokens))
         rounded.append(scores)
-    rounded_next: list[dict[Path, NextToken]] = []
+    rounded_next: list[dict[TokenPath, NextToken]] = []
     for prompt, rows in counted(sampled, f"continuations read in {weights.dtype}"):
         rounded_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))
 
@@ -158,7 +158,7 @@ def judge(
     if not sampled:
         return Judgement(greedy, None, answers, differences)
     # 3. The sampled continuations.
-    exact_next: list[dict[Path, NextToken]] = []
+    exact_next: list[dict[TokenPath, NextToken]] = []
     for prompt, rows in counted(sampled, f"continuations judged in {dtype_name(exact)}"):
         exact_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))
     sampling = judge_sampling(generated.rows, exact_next, rounded_next, asked.sample_tokens)

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.generation import logits_process as known
 
 from ...inference.trees.logits import PREFIX_FREE
-from .certificate import BestScores, NextToken, Path, counts_by_path
+from .certificate import BestScores, NextToken, TokenPath, counts_by_path
 
 ROWS = 32
 """Paths that one forward reads."""
@@ -134,14 +134,14 @@ def _split_anew(
 def next_tokens(
     model: PreTrainedModel,
     prompt: Sequence[int],
-    continuations: Sequence[Path],
+    continuations: Sequence[TokenPath],
     processors: LogitsProcessorList,
     positions: int,
-) -> dict[Path, NextToken]:
+) -> dict[TokenPath, NextToken]:
     """Return the next-token distribution after every prefix of a prompt's continuations."""
     # 1. The tokens that were drawn after each path, and the longest paths: a forward over a path
     #    reads all shorter ones as well.
-    drawn: dict[Path, list[int]] = {}
+    drawn: dict[TokenPath, list[int]] = {}
     for position in range(positions):
         for path, counts in counts_by_path(continuations, position).items():
             drawn[path] = list(counts)
@@ -158,7 +158,7 @@ def next_tokens(
         read_1T = torch.tensor([prompt[:-1]], device=model.device)
         cache = model(input_ids=read_1T, use_cache=True, logits_to_keep=1).past_key_values
     # 3. Read the paths in batches, padded on the right, where nothing sees the padding.
-    distributions: dict[Path, NextToken] = {}
+    distributions: dict[TokenPath, NextToken] = {}
     for start in range(0, len(rows), ROWS):
         batch = rows[start : start + ROWS]
         longest = max(map(len, batch))

@@ -17,8 +17,10 @@ head is the one before all adaptations: a series of them stays near it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from ...console import log
-from ...files import TEXT_SHARD, remove_partials, write_whole
+from ...files import TEXT_SHARD, write_whole
 from ...heads.base import CheckpointMetadata, DraftHead
 from ...heads.by_name import head_name
 from ...heads.checkpoints.files import HEAD, refuse_foreign
@@ -62,6 +64,8 @@ WRITTEN = ("adapt.json", "recorded", "training", "new", "report.md")
 """What is written to an output folder besides best/."""
 PARTLY_WRITTEN = ("*.json", "*.jsonl", "*.yaml", "report.md", f"{TEXT_SHARD}*.safetensors")
 """Files of which a process that was killed leaves a part."""
+PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.[0-9a-f]{8}\.partial")
+"""Names of these parts, which `files.replacing` writes."""
 LOCK_SECONDS = 1.0
 """Time in which a process that has been killed leaves its folder."""
 
@@ -93,7 +97,7 @@ def adapt(config: AdaptConfig) -> Path | None:
         recorded = output / "recorded"
         token_caches = (recorded / "tokens").glob("*")
         for folder in (output, output / "training", recorded, recorded / "states", *token_caches):
-            remove_partials(folder, PARTLY_WRITTEN)
+            remove_partials(folder)
 
         # 2. The heads, and the answers as they are now.
         best = output / "best"
@@ -169,6 +173,16 @@ def fitting_head(name: str, config: AdaptConfig, old: DraftHead) -> DraftHead:
             f"{name!r} is not a version of {config.head!r}: kind, target or options differ"
         )
     return head
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what was half written in a folder by processes that were killed."""
+    for path in folder.glob(".*.partial"):
+        partial = PARTIAL.fullmatch(path.name)
+        if partial is None or not path.is_file() or path.is_symlink():
+            continue
+        if any(fnmatch(partial["name"], pattern) for pattern in PARTLY_WRITTEN):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -28,7 +28,12 @@ import torch
 from torch import Tensor
 
 from ...files import TEXT_SHARD, read_json, reading_back, text_shards, write_whole
+from ...heads.base import DraftHead
+from ...inference.drafters.costs import EIGHT_BITS, head_shape, target_shape
+from ...inference.engines.model_engine import ModelEngine
+from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache, encoded, key_of, write_shard
+from ...inference.tuning.machine import kept_measurements
 from ...inference.tuning.round_costs import RoundCosts
 
 COSTS = "costs.json"
@@ -153,6 +158,27 @@ def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> Non
         known = _costs_in(folder)
     entry = {"machine": machine, **costs.kept()}
     write_whole(folder / COSTS, json.dumps({**known, shape: entry}, indent=1), mode=0o600)
+
+
+def machine_costs(target: Target, head: DraftHead) -> RoundCosts | None:
+    """Return the step costs that this machine has kept for models of these dimensions, else None.
+
+    The costs may have been measured with any engine. Those of our kernels or of CUDA graphs come
+    before those of transformers' own operations.
+    """
+    # Names are written by `measured_costs`: "TARGET, ENGINE; HEAD".
+    begin = f"{target_shape(target)}, "
+    end = f"; {head_shape(head)}"
+    measurements = {}
+    for name, value in kept_measurements(target.device).items():
+        name = name.removesuffix(EIGHT_BITS)
+        if name.startswith(begin) and name.endswith(end):
+            measurements[name] = value
+    # False sorts before True: transformers' own operations come last.
+    for name in sorted(measurements, key=lambda name: name == f"{begin}{ModelEngine.name}{end}"):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # another version wrote it
+            return RoundCosts.read(measurements[name])
+    return None
 
 
 def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:

@@ -24,7 +24,7 @@ from ...heads.base import DraftHead
 from ...heads.checkpoints.save_load import load_head
 from ...inference.drafters.by_name import chains_alone
 from ...inference.drafters.candidate_trees import candidate_chains, candidate_trees
-from ...inference.drafters.costs import head_shape, kept_costs
+from ...inference.drafters.costs import head_shape
 from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache
 from ...inference.outer_modules import OuterTarget
@@ -46,7 +46,7 @@ from ...train.evaluate import (
 )
 from ...train.features.stored import FolderStates, StoredReplay
 from .config import AdaptConfig
-from .folder import recorded_costs
+from .folder import machine_costs, recorded_costs
 
 FEWEST_JUDGED = 16
 """Answers from which a head is judged: of equally good heads 2 to 3 % then seem longer."""
@@ -279,7 +279,7 @@ def known_costs(
         costs, machine = with_answers
         origin = f"measured where the answers were recorded: {machine}"
     else:
-        earlier = kept_costs(target, old)
+        earlier = machine_costs(target, old)
         if earlier is not None:
             costs = earlier
             origin = f"kept from earlier on this machine: {hardware(target.device)}"

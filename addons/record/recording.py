@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...files import at_home
 from ...inference.drafters.base import PrefillChunk
-from ...inference.drafters.costs import head_shape, kept_costs
+from ...inference.drafters.costs import head_shape
 from ...inference.drafters.round import Round
 from ...inference.engines.encoder_decoder import Seq2SeqTarget
 from ...inference.engines.target import Target
@@ -48,7 +48,7 @@ from ...inference.text.streaming import StreamClosed
 from ...inference.trees.stats import Stats
 from ...inference.trees.verify import greedy, is_lossy_rule
 from ...inference.tuning.machine import hardware
-from .folder import AnswerMarks, End, RecordedFolder, check_kind, keep_costs
+from .folder import AnswerMarks, End, RecordedFolder, check_kind, keep_costs, machine_costs
 
 NO_RECORD = "HEADSTART_NO_RECORD"
 """Environment variable that switches all recording off, unless it is empty or 0."""
@@ -149,7 +149,7 @@ def record(
         recording = Recording(target, recorded, kind, max_length, lm.observers)
 
     # 3. Keep what rounds cost here, if this machine has measured it.
-    costs = None if lm.head is None else kept_costs(target, lm.head)
+    costs = None if lm.head is None else machine_costs(target, lm.head)
     if lm.head is not None and costs is not None:
         with suppress(OSError):  # the first answer will tell of a full disk
             keep_costs(recorded.folder, head_shape(lm.head), costs, hardware(target.device))

@@ -53,7 +53,7 @@ from ...train.data.answers import (
 from ...train.data.bad_rows import report_rejected_prompts
 from ...train.data.chat_template import REASONING_TAGS, encode
 from ...train.data.conversations import RESUME_ADVICE
-from ..openai_server import OpenAIServer, ServerError
+from ..openai_client import OpenAIClient, ServerError
 from .options import AnswersConfig
 
 RETRIES = 6
@@ -107,7 +107,7 @@ class _ServerFailed(ValueError):
 class _Server:
     """One of the servers."""
 
-    server: OpenAIServer
+    server: OpenAIClient
     failed: bool = False
     returns_tokens: bool = True
     """Whether to ask it for token ids; False once it has refused the option."""
@@ -634,7 +634,7 @@ def servers_of(config: AnswersConfig) -> list[_Server]:
     urls = list(dict.fromkeys(url.strip() for url in urls if url.strip()))
     if not urls:
         raise ValueError(f"server must name at least one URL, not {config.server!r}")
-    return [_Server(OpenAIServer.at(url, config.request_seconds)) for url in urls]
+    return [_Server(OpenAIClient.at(url, config.request_seconds)) for url in urls]
 
 
 def _squeezed(text: str) -> str:

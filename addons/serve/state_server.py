@@ -20,7 +20,7 @@ from torch import Tensor
 from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
 from ...train.features.sources import States, StateSource
-from ..openai_server import OpenAIServer, ServerError
+from ..openai_client import OpenAIClient, ServerError
 from .state_files import NAME, ServerLayers, wait_until_written
 
 TOGETHER = 32
@@ -55,7 +55,7 @@ class StateServer(StateSource):
 
     def __post_init__(self) -> None:
         self.layers = self.given.layers
-        self.server = OpenAIServer.at(self.url, self.seconds, "features.server")
+        self.server = OpenAIClient.at(self.url, self.seconds, "features.server")
 
     def try_first(self, target: Target, example: Example) -> None:
         """Find the server's model and try one sequence.

@@ -19,13 +19,20 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...files import write_whole
 from ...inference.engines.encoder_decoder import Seq2SeqTarget
 from ...inference.inputs import prompts_of
 from ...inference.output import GenerateOutput
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.text.detokenizer import decoded, shown_token, text_pieces
+from ...inference.text.detokenizer import (
+    BYTE_TOKEN,
+    INCOMPLETE,
+    decoded,
+    symbol_of,
+    text_pieces,
+)
 from ...inference.trees.stats import Stats
 from .record import WHOLE_ROUNDS, Recorder, Tracer, rounded
 from .report import TraceReport, trace_report
@@ -34,6 +41,8 @@ VERSION = 1
 """Version of the data."""
 ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """Characters with which a text could leave the page's JSON."""
+BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
+"""Bytes by the symbols that represent them in byte-level vocabularies."""
 ROUND_BYTES, LATER_BYTES = 9000, 2200
 """Room for a round in the page's JSON: for each of the first `WHOLE_ROUNDS`, and of those after."""
 
@@ -140,6 +149,25 @@ def trace(
         if prompts.attention_mask is not None:
             prompt_T = prompt_T[prompts.attention_mask[0].bool()]
     return output, trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
+
+
+def shown_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Show a token by itself: its text, or its bytes ⟨E2 96⟩ if these are not whole characters."""
+    symbol = symbol_of(tokenizer, token)
+    # The model's vocabulary is often larger than the tokenizer's.
+    if symbol is None:
+        return f"⟨{token}⟩"
+    # A byte-fallback token, <0xE2>; below, one of a byte-level vocabulary.
+    if BYTE_TOKEN.fullmatch(symbol):
+        return f"⟨{symbol[3:5]}⟩"
+    text = decoded(tokenizer, [token])
+    if INCOMPLETE in text and all(letter in BYTE_OF for letter in symbol):
+        hexadecimal = " ".join(f"{BYTE_OF[letter]:02X}" for letter in symbol)
+        return f"⟨{hexadecimal}⟩"
+    # SentencePiece drops the space of a token at the start of a text.
+    if symbol.startswith("▁") and not text.startswith(" "):
+        return " " + text
+    return text
 
 
 def trace_of(

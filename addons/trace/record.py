@@ -1,9 +1,9 @@
 """Recording of one row's rounds, as they are decoded.
 
 No model runs a second time: the target's probabilities are those that the acceptance rule saw, and
-the draft's logits are shown by `ModelRows.watched`. The rule alone decides once more, by the same
-random numbers (`RecordingSampler`). What is recorded of a round is copied to the host once, after
-the round and outside of its time.
+the draft's logits are shown by `DraftModelState.watched`. The rule alone decides once more, by the
+same random numbers (`RecordingSampler`). What is recorded of a round is copied to the host once,
+after the round and outside of its time.
 
 Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of
 the frontier.
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
-from ...inference.drafters.model_rows import DraftModel
+from ...inference.drafters.draft_model_state import DraftModel
 from ...inference.drafters.round import Round
-from ...inference.drafters.tree_policies import model_rows
+from ...inference.drafters.tree_policies import draft_model_states
 from ...inference.rounds.observers import DecodingCall, RoundObserver
 from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
 from ...inference.trees.stats import PARTS, Stats
@@ -135,7 +135,7 @@ class Recorder:
         """Index in `Trace.data` of each token that occurs."""
         self.tokens = call.sequences.rows[0]
         """New tokens."""
-        heads = [rows.model for rows in model_rows(call.drafter)]
+        heads = [state.model for state in draft_model_states(call.drafter)]
         has_head = bool(heads) and isinstance(heads[0], DraftHead)
         self.about = {
             "target": call.target.name,
@@ -156,10 +156,10 @@ class Recorder:
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
         in it or -1."""
         self._watching = ExitStack()
-        for rows in model_rows(call.drafter):
+        for state in draft_model_states(call.drafter):
             if self._model is None:
-                self._model = rows.model
-            self._watching.enter_context(rows.watched(self._watch))
+                self._model = state.model
+            self._watching.enter_context(state.watched(self._watch))
 
     def close(self) -> None:
         """Stop watching the draft models."""

@@ -227,7 +227,6 @@ class DFlashHead(OffsetVocabularyHead):
         return DFlashState(
             modules,
             depth=0,
-            max_depth=max_depth,
             cache=self.empty_cache(batch_size, self.config.block_size, capacity),
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
             slots_BKD=like.new_zeros(batch_size, self.max_depth, self.target.hidden_size),

@@ -177,7 +177,6 @@ class HydraHead(DraftHead):
         return HydraState(
             modules,
             depth=0,
-            max_depth=max_depth,
             cache=self.empty_cache(batch_size, 0, capacity) if self.config.prefix_layer else None,
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
             state_B1D=weight.new_zeros(batch_size, 1, self.target.hidden_size),

@@ -21,14 +21,16 @@ query heads times N nodes), N new nodes, M uncommitted nodes, S slots, E head si
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-from .tree_slots import TreeSlots, shared_memory
+from .tree_slots import TreeSlots
 
 BLOCK_BYTES = 2**14
 """Bytes of keys that are read at once."""
@@ -277,6 +279,13 @@ def block_shape(
             block_slots //= 2
         else:
             return shape._replace(stages=1)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a CUDA device."""
+    properties = driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"])
 
 
 def tree_attention(

@@ -34,6 +34,8 @@ from .formats import FORMATS
 class MedusaState(DraftState):
     """Logits of all depths, which depend on the last committed feature alone."""
 
+    max_depth: int
+    """Depths that a round drafts, at most."""
     logits_BKV: Tensor | None = None
 
 
@@ -117,6 +119,7 @@ class MedusaHead(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> MedusaState:
+        assert isinstance(state, MedusaState)
         # The newest feature of each row. All depths are drafted at once: they read nothing else.
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]

@@ -44,7 +44,7 @@ from .kv_cache import CacheInterface, Pool, TreeCache, TreeLayer
 
 KEPT_SNAPSHOTS = 2
 """Snapshots at the ends of prompts, the newest ones, to which a conversation can go back."""
-Path = list[int]
+NodePath = list[int]
 """Nodes of a tree from its root on."""
 
 
@@ -92,7 +92,7 @@ class Lane:
     """Tokens of a row that a forward reads one after the other."""
 
     row: int
-    path: Path
+    path: NodePath
     """Nodes of the row's tree, which the lane reads after the row's pending tokens."""
     slots: list[int]
     """Slots of all its tokens."""
@@ -165,8 +165,8 @@ class StateCache(TreeCache):
         self.tokens_BS = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
         """The token in each slot."""
         self.lanes: Lanes | None = None
-        """Lanes of the forward that is running, or of the latest one until `settle` has taken its
-        states; else None."""
+        """Lanes of the forward that is running, or of the latest one until `take_snapshots` has
+        taken its states; else None."""
         self._before: list[int] = []
         """Committed tokens of each row before that forward."""
         self._path_BA: Tensor | None = None
@@ -174,7 +174,7 @@ class StateCache(TreeCache):
         self._kept: list[tuple[int, list[Snapshot]]] = []
         """Snapshots that a conversation can go back to, by the tokens that they have seen."""
 
-    def settle(self) -> None:
+    def take_snapshots(self) -> None:
         """Take the latest forward's states as snapshots where all that they have seen is committed.
 
         For example a row of 5 tokens with a recurrence, whose lane read "root a b", nodes 0 to 2:
@@ -235,12 +235,12 @@ class StateCache(TreeCache):
     def pending(self) -> list[int]:
         """Return how many committed tokens of each row its snapshot has not seen.
 
-        Call it after `settle`.
+        Call it after `take_snapshots`.
         """
-        lengths: list[int] = self.lengths_B.tolist()  # sync: as in `settle`
+        lengths: list[int] = self.lengths_B.tolist()  # sync: as in `take_snapshots`
         return [length - read for length, read in zip(lengths, self.read, strict=True)]
 
-    def tree_lanes(self, tokens_BN: Tensor, paths: list[list[Path]]) -> None:
+    def tree_lanes(self, tokens_BN: Tensor, paths: list[list[NodePath]]) -> None:
         """Set up the next forward's lanes: a row's pending tokens, then the path to a leaf.
 
         There must be room for all nodes.
@@ -345,7 +345,7 @@ class StateCache(TreeCache):
             in_line=all(lane.slots == in_order for lane in lanes),
         )
 
-        # 2. What `settle` needs after the forward.
+        # 2. What `take_snapshots` needs after the forward.
         self._before = lengths
         self._path_BA = None
 
@@ -361,7 +361,7 @@ class StateCache(TreeCache):
         self.tokens_BS.scatter_(1, self.slots_BN[:, : path_BA.shape[1]], accepted_BA)
 
     def select(self, rows_R: Tensor) -> None:
-        self.settle()
+        self.take_snapshots()
         super().select(rows_R)
         self.tokens_BS = self.tokens_BS[rows_R]
         self.read = [self.read[row] for row in rows_R.tolist()]
@@ -370,8 +370,8 @@ class StateCache(TreeCache):
 
     def replace(self, rows_R: Tensor, other: TreeCache) -> None:
         assert isinstance(other, StateCache)
-        self.settle()
-        other.settle()
+        self.take_snapshots()
+        other.take_snapshots()
         super().replace(rows_R, other)
         width = max(self.tokens_BS.shape[1], other.tokens_BS.shape[1])
         theirs_BS = _widened(other.tokens_BS, width)
@@ -382,12 +382,12 @@ class StateCache(TreeCache):
             layer.replace(rows_R, theirs)
 
     def keep_snapshot(self) -> None:
-        self.settle()
+        self.take_snapshots()
         states = [_of_rows(layer.snapshot) for layer in self.states]
         self._kept = [*self._kept, (self.read[0], states)][-KEPT_SNAPSHOTS:]
 
     def rewind(self, tokens: int) -> int:
-        self.settle()
+        self.take_snapshots()
         # Keys and values can be cut anywhere, states not: go back to the newest snapshot that has
         # seen no more than `tokens`. With snapshots at 40 and 90 and tokens = 70: to 40.
         if tokens < self.read[0]:

@@ -20,7 +20,7 @@ from ..engines.target import Target
 from ..trees.sampling import RandomSampler
 from ..trees.tree_spec import DynamicShape
 from .base import DraftContext, PrefillChunk
-from .model_rows import ModelRows
+from .draft_model_state import DraftModelState
 from .tree_policies import DynamicTree
 
 RANKS = 10
@@ -99,7 +99,7 @@ def dynamic_lengths(
     """Acceptance length of dynamic trees of a width along the answers, by size and depth."""
     depths = range(1, head.max_depth + 1)
     largest = DynamicShape(max(sizes), head.max_depth, width)
-    drafter = DynamicTree(ModelRows(head, target.draft_modules), largest)
+    drafter = DynamicTree(DraftModelState(head, target.draft_modules), largest)
     rounds: dict[Size, list[int]] = {}
     for size in sizes:
         for depth in depths:
@@ -119,7 +119,7 @@ def dynamic_lengths(
         for position in range(answer.prompt_length, length - 1):
             truth = tokens[position + 1 : position + 1 + head.max_depth]
             candidates = drafter.candidates(
-                drafter.rows.catch_up(), text_1T[:, position], head.max_depth
+                drafter.model_state.catch_up(), text_1T[:, position], head.max_depth
             )
             tokens_1C, parents_1C, values_1C = candidates
             path = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())

@@ -69,7 +69,7 @@ class AdaptiveDrafter(BatchDrafter):
             raise ValueError(
                 "top-k trees and sampled trees have different rules: choose among either"
             )
-        rows = [tree.rows if isinstance(tree, HeadDrafter) else tree for tree in trees]
+        rows = [tree.model_state if isinstance(tree, HeadDrafter) else tree for tree in trees]
         if any(other is not rows[0] for other in rows):
             raise ValueError("several trees to choose from must be of the same head")
         self.trees = list(trees)
@@ -83,7 +83,7 @@ class AdaptiveDrafter(BatchDrafter):
         self.kind = self.reader.kind
         self.max_nodes = max(tree.max_nodes for tree in trees)
         if plain and isinstance(self.reader, HeadDrafter):
-            self.reader.rows.read_when_needed()
+            self.reader.model_state.read_when_needed()
         self.records: dict[tuple[bool, int], Record] = {}
         """What was measured, by whether texts are sampled and by the rows decoded together."""
         self.answers = AnswerLengths()
@@ -112,7 +112,7 @@ class AdaptiveDrafter(BatchDrafter):
         other.trees = [other.reader]
         for tree in self.trees[1:]:
             assert isinstance(tree, HeadDrafter) and isinstance(other.reader, HeadDrafter)
-            other.trees.append(tree.on(other.reader.rows))
+            other.trees.append(tree.on(other.reader.model_state))
         other.parts = other.trees
         other._written = []
         other.choice = None
@@ -156,7 +156,7 @@ class AdaptiveDrafter(BatchDrafter):
         # The choice knows what is about to be read and written.
         unread = 0
         if self.plain and isinstance(self.reader, HeadDrafter):
-            unread = batch * self.reader.rows.unread
+            unread = batch * self.reader.model_state.unread
         unread_seconds = 0.0
         if unread > 0:
             unread_seconds = unread * self._seconds_to_read(record, roots_B.device)
@@ -176,7 +176,7 @@ class AdaptiveDrafter(BatchDrafter):
             and roots_B.device.type == "cpu"
             and not drafter.shrinks_to_root(batch)
         ):
-            drafter.rows.catch_up()
+            drafter.model_state.catch_up()
             now = self.clock()
             self._read_seconds = (now - self._started) / unread
             self._started = now

@@ -30,11 +30,11 @@ from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
 from .datastore import read_datastore
 from .draft_model import AssistantModel, mask_token
+from .draft_model_state import DraftModel, DraftModelState
 from .history import HistoryDrafter
-from .model_rows import DraftModel, ModelRows
 from .specs import DrafterSpec, History, SmallerModel, drafter_spec
 from .text_index import SEPARATOR, TextIndex
-from .tree_policies import DynamicTree, EarlyExitChain, HeadDrafter, StaticTree, model_rows
+from .tree_policies import DynamicTree, EarlyExitChain, HeadDrafter, StaticTree, draft_model_states
 from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
@@ -71,10 +71,7 @@ def make_drafter(
     spec = drafter_spec(source) if isinstance(source, str) else source
     # 1. What does not go together.
     if head is not None and spec is not None and not isinstance(spec, History):
-        raise ValueError(
-            "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
-            " retrieval"
-        )
+        raise ValueError("with a head, drafter must be history, prompt-lookup or retrieval")
     if head is None and isinstance(spec, History) and tree != "auto":
         raise ValueError(
             f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
@@ -144,17 +141,19 @@ def tree_drafter(
     head: DraftModel, tree: TreeSpec, modules: TargetModules
 ) -> HeadDrafter | AdaptiveDrafter:
     """A draft model with the tree that is given; of several, each round takes one."""
-    rows = ModelRows(head, modules)
-    drafters = [_policy_drafter(rows, policy) for policy in tree_policies(tree)]
+    model_state = DraftModelState(head, modules)
+    drafters = [_policy_drafter(model_state, policy) for policy in tree_policies(tree)]
     return drafters[0] if len(drafters) == 1 else AdaptiveDrafter(drafters, plain=False)
 
 
-def _policy_drafter(rows: ModelRows, policy: TreePolicy, budget: int | None = None) -> HeadDrafter:
+def _policy_drafter(
+    model_state: DraftModelState, policy: TreePolicy, budget: int | None = None
+) -> HeadDrafter:
     if isinstance(policy, DynamicShape):
-        return DynamicTree(rows, policy, budget)
+        return DynamicTree(model_state, policy, budget)
     if isinstance(policy, EarlyExitShape):
-        return EarlyExitChain(rows, policy, budget)
-    return StaticTree(rows, policy, budget)
+        return EarlyExitChain(model_state, policy, budget)
+    return StaticTree(model_state, policy, budget)
 
 
 def auto_trees(
@@ -187,16 +186,16 @@ def _head_drafter(target: Target, head: DraftHead, tree: TreeSpec, adaptive: boo
     policies = auto_trees(head, metadata, machine, costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]
-    rows = ModelRows(head, target.draft_modules)
+    model_state = DraftModelState(head, target.draft_modules)
     trees = []
     for policy in policies:
-        trees.append(_policy_drafter(rows, policy, batch_budget(policy, target.device)))
+        trees.append(_policy_drafter(model_state, policy, batch_budget(policy, target.device)))
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
 def assistants(drafter: BatchDrafter) -> list[Target]:
     """The smaller models that draft in a drafter."""
-    models = [rows.model for rows in model_rows(drafter)]
+    models = [state.model for state in draft_model_states(drafter)]
     return [model.model for model in models if isinstance(model, AssistantModel)]
 
 
@@ -218,7 +217,7 @@ def _from_source(
     # 2. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
-            f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
+            f"tree {tree!r} was given with a drafter object; make the drafter with that tree"
         )
     return validated(spec, target.info.vocab_size)
 

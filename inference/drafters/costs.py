@@ -11,7 +11,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,15 @@ from torch import Tensor
 from ...heads.base import DraftHead, dtype_name
 from ..engines.cpu_decoder import is_packed
 from ..engines.encoder_decoder import Seq2SeqTarget
-from ..engines.model_engine import ModelEngine
 from ..engines.target import Target
 from ..trees.sampling import RandomSampler
 from ..trees.stats import Stats
 from ..trees.tree import DraftTree
 from ..trees.tree_spec import DynamicShape, TreePolicy, TreeShape
-from ..tuning.machine import Key, kept_measurements, measured_once, seconds_in_turns
+from ..tuning.machine import Key, measured_once, seconds_in_turns
 from ..tuning.round_costs import SIZES, RoundCosts
 from .base import DraftContext, PrefillChunk
-from .model_rows import ModelRows
+from .draft_model_state import DraftModelState
 from .round import Round, Verdict
 from .tree_policies import StaticTree
 
@@ -61,7 +59,7 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 
     Models of the same dimensions cost the same.
     """
-    name = f"{_target_name(target)}, {target.engine.name}; "
+    name = f"{target_shape(target)}, {target.engine.name}; "
     if head is None:
         name += "no head"
     else:
@@ -74,27 +72,6 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
     return measured_once(target.device, name, measure, RoundCosts.read)
 
 
-def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
-    """Return the step costs that this machine has kept for models of these dimensions, else None.
-
-    The costs may have been measured with any engine. Those of our kernels or of CUDA graphs come
-    before those of transformers' own operations.
-    """
-    # Names are written by `measured_costs`: "TARGET, ENGINE; HEAD".
-    begin = f"{_target_name(target)}, "
-    end = f"; {head_shape(head)}"
-    measurements = {}
-    for name, value in kept_measurements(target.device).items():
-        name = name.removesuffix(EIGHT_BITS)
-        if name.startswith(begin) and name.endswith(end):
-            measurements[name] = value
-    # False sorts before True: transformers' own operations come last.
-    for name in sorted(measurements, key=lambda name: name == f"{begin}{ModelEngine.name}{end}"):
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # another version wrote it
-            return RoundCosts.read(measurements[name])
-    return None
-
-
 def head_shape(head: DraftHead) -> str:
     """Describe everything of a head that the cost of its drafts depends on."""
     weights = sum(weight.numel() for weight in head.parameters())
@@ -104,7 +81,7 @@ def head_shape(head: DraftHead) -> str:
     )
 
 
-def _target_name(target: Target) -> str:
+def target_shape(target: Target) -> str:
     """Describe everything of a target, except its engine, that the cost depends on."""
     info = target.info
     model = target.model
@@ -132,9 +109,9 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     if head is not None:
         # 2. A chain by the head, as in a round: the drafter gets a round in which nothing was
         #    accepted, with the text's own features, and drafts after it.
-        drafter = StaticTree(ModelRows(head, target.draft_modules), TreeShape.chain(depth))
+        drafter = StaticTree(DraftModelState(head, target.draft_modules), TreeShape.chain(depth))
         one_1 = torch.ones_like(text_1T[0, :1])
-        drafter.rows.use(target.engine)
+        drafter.model_state.use(target.engine)
         # Every timed call adds a token to the head's cache.
         capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
         drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))

@@ -75,7 +75,7 @@ def drafter_spec(text: str) -> DrafterSpec:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
         return History(*_nodes_and_length(name, numbers), folder=folder)
     if name in REMOVED:
-        raise ValueError(f"the drafter {text!r} is gone; take {REMOVED[name]}")
+        raise ValueError(f"the drafter {text!r} was removed; use {REMOVED[name]}")
     if name == "model":
         if not options:
             raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
@@ -90,9 +90,7 @@ def _nodes_and_length(name: str, options: str) -> tuple[int, int]:
     """The numbers of a history's options, of which the last ones may be left out."""
     numbers = options.split(":") if options else []
     if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
-        raise ValueError(
-            f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}"
-        )
+        raise ValueError(f"the drafter {name}:{options} has invalid options; write {SPECS[name]}")
     nodes = int(numbers[0]) if numbers else History.nodes
     length = int(numbers[1]) if len(numbers) > 1 else History.length
     return nodes, length

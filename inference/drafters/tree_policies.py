@@ -6,7 +6,7 @@
     DynamicTree    the most probable paths, another shape in each step (EAGLE-2, 2406.16858)
     EarlyExitChain a chain that ends where the draft is no longer confident
 
-The state from which a tree grows belongs to `ModelRows`.
+The state from which a tree grows belongs to `DraftModelState`.
 
 Letters in tensor names: B batch, N nodes, W frontier, R children of a node, C candidates, K
 depths, D tokens of the draft vocabulary, V of the target's.
@@ -32,7 +32,7 @@ from ..trees.tree import DraftTree
 from ..trees.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeKind, TreeShape
 from ..tuning.tree_search import prune
 from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk
-from .model_rows import DraftModel, ModelRows, ModelState
+from .draft_model_state import DraftModel, DraftModelState, ExpandState
 from .round import Round
 
 
@@ -41,7 +41,7 @@ class HeadDrafter(BatchDrafter):
 
     def __init__(
         self,
-        rows: ModelRows,
+        model_state: DraftModelState,
         tree: TreeShape | DynamicShape | EarlyExitShape,
         budget: int | None = None,
     ) -> None:
@@ -53,16 +53,16 @@ class HeadDrafter(BatchDrafter):
         Raises:
             ValueError: a tree deeper than the head drafts.
         """
-        most = rows.model.max_depth
+        most = model_state.model.max_depth
         if tree.depth > most:
             raise ValueError(
                 f"the tree is {tree.depth} deep, but the head drafts at most {most} tokens"
             )
-        rows.make_room(tree.depth, tree.expanded)
-        self.rows = rows
+        model_state.make_room(tree.depth, tree.expanded)
+        self.model_state = model_state
         self.shape = tree
         self.budget = budget
-        self.feature_layers = rows.model.feature_layers
+        self.feature_layers = model_state.model.feature_layers
         self.depth = tree.depth
         self.max_nodes = tree.size
         self._sampler: Sampler = RandomSampler()
@@ -72,7 +72,7 @@ class HeadDrafter(BatchDrafter):
     @property
     def head(self) -> DraftModel:
         """The draft model."""
-        return self.rows.model
+        return self.model_state.model
 
     def __repr__(self) -> str:
         sampled = "" if self.kind == "top_k" else ", sampled"
@@ -82,17 +82,17 @@ class HeadDrafter(BatchDrafter):
         )
 
     def fresh(self) -> Self:
-        return self.on(self.rows.fresh())
+        return self.on(self.model_state.fresh())
 
-    def on(self, rows: ModelRows) -> Self:
+    def on(self, model_state: DraftModelState) -> Self:
         """The same tree, grown from another state."""
         other = copy.copy(self)
-        other.rows = rows
+        other.model_state = model_state
         return other
 
     def begin(self, context: DraftContext) -> None:
         self.set_sampling(context)
-        self.rows.begin(context)
+        self.model_state.begin(context)
 
     def set_sampling(self, context: DraftContext) -> None:
         """Draft at the settings of a generation, whose rows another tree begins."""
@@ -106,16 +106,16 @@ class HeadDrafter(BatchDrafter):
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         self.set_sampling(context)
-        self.rows.resume(context, kept, state, whole)
+        self.model_state.resume(context, kept, state, whole)
 
     def saved_state(self) -> Any:
-        return self.rows.saved_state()
+        return self.model_state.saved_state()
 
     def prefill(self, chunk: PrefillChunk) -> None:
-        self.rows.prefill(chunk)
+        self.model_state.prefill(chunk)
 
     def observe_ahead(self, finished: Round) -> None:
-        self.rows.observe_ahead(finished)
+        self.model_state.observe_ahead(finished)
 
     def shrinks_to_root(self, batch: int) -> bool:
         """Whether so many rows leave each no more of the budget than its root."""
@@ -127,22 +127,22 @@ class HeadDrafter(BatchDrafter):
         # Samples, and the target's noise of the next positions, follow when the host has read; so
         # do the pairs of a plain step.
         samples = self._draft_probs is not None or self._gumbel is not None
-        late = self.rows.progress.noted is not None
+        late = self.model_state.progress.noted is not None
         if samples or late or not isinstance(self.head, DraftHead):
             return None
         return self.propose(roots_B)
 
     def take_back(self) -> None:
-        self.rows.take_back()
+        self.model_state.take_back()
 
     def observe(self, finished: Round) -> None:
-        self.rows.observe(finished)
+        self.model_state.observe(finished)
 
     def select(self, rows_R: Tensor) -> None:
-        self.rows.select(rows_R)
+        self.model_state.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
-        self.rows.replace(rows_R, other.rows)
+        self.model_state.replace(rows_R, other.model_state)
 
     def gumbel_noise(self, depth: int) -> Tensor | None:
         """Return `DraftContext.gumbel` of the next `depth` positions, [B, depth, D], if known.
@@ -155,7 +155,7 @@ class HeadDrafter(BatchDrafter):
         # The target's noise for a token goes to the same token of the draft vocabulary.
         if self.head.draft_vocab_size == gumbel_BKV.shape[-1]:
             return gumbel_BKV
-        return gumbel_BKV[..., self.rows.draft_vocab(gumbel_BKV.device)]
+        return gumbel_BKV[..., self.model_state.draft_vocab(gumbel_BKV.device)]
 
     def sample_children(
         self, logits_BWV: Tensor, frontier: int, count: int
@@ -173,7 +173,7 @@ class HeadDrafter(BatchDrafter):
         assert self._draft_probs is not None
         # 1. The user's settings (temperature, top-p ...) are defined on the target's vocabulary.
         #    Where they leave nothing to the draft's, the probabilities are 0, not 0 / 0.
-        draft_vocab_D = self.rows.draft_vocab(logits_BWV.device)
+        draft_vocab_D = self.model_state.draft_vocab(logits_BWV.device)
         whole_BWV = over_target(self.head, at_least_fp32(logits_BWV), draft_vocab_D)
         probs_BWD = self._draft_probs(whole_BWV)[..., draft_vocab_D]
         mass_BW1 = probs_BWD.sum(-1, keepdim=True)
@@ -190,12 +190,12 @@ class HeadDrafter(BatchDrafter):
         return self.head.target_tokens(sampled_BWR), probs_BWV
 
 
-def model_rows(drafter: BatchDrafter) -> list[ModelRows]:
+def draft_model_states(drafter: BatchDrafter) -> list[DraftModelState]:
     """The draft models in a drafter, each once."""
-    models: list[ModelRows] = []
+    models: list[DraftModelState] = []
     for part in drafter.nested():
-        if isinstance(part, HeadDrafter) and part.rows not in models:
-            models.append(part.rows)
+        if isinstance(part, HeadDrafter) and part.model_state not in models:
+            models.append(part.model_state)
     return models
 
 
@@ -270,17 +270,20 @@ class StaticTree(HeadDrafter):
     shape: TreeShape
 
     def __init__(
-        self, rows: ModelRows, tree: TreeShape | SampledShape, budget: int | None = None
+        self,
+        model_state: DraftModelState,
+        tree: TreeShape | SampledShape,
+        budget: int | None = None,
     ) -> None:
         shape = tree.shape if isinstance(tree, SampledShape) else tree
         widest = max((level.width for level in shape.levels), default=0)
-        known = rows.model.draft_vocab_size
+        known = model_state.model.draft_vocab_size
         if widest > known:
             raise ValueError(
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary"
                 f" has {known}"
             )
-        super().__init__(rows, shape, budget)
+        super().__init__(model_state, shape, budget)
         if isinstance(tree, SampledShape):
             self.kind = tree.kind
 
@@ -293,16 +296,16 @@ class StaticTree(HeadDrafter):
         if not shape.paths:
             return NoDraft("large_batch" if self.shape.paths else "").propose(roots_B)
         # 2. Grow it, from sampled or from the best tokens.
-        state = self.rows.catch_up()
+        state = self.model_state.catch_up()
         plan = _plan(shape, roots_B.device)
         if self._draft_probs is not None:
             return self._sampled(shape, plan, state, roots_B)
         gumbel_BKD = self.gumbel_noise(shape.depth)
-        tokens_BN = self.rows.runner(self.draft, (plan,), state, roots_B, gumbel_BKD)
+        tokens_BN = self.model_state.runner(self.draft, (plan,), state, roots_B, gumbel_BKD)
         return DraftTree.of_shape(shape, tokens_BN)
 
     def draft(
-        self, plan: Plan, state: ModelState, roots_B: Tensor, gumbel_BKD: Tensor | None
+        self, plan: Plan, state: ExpandState, roots_B: Tensor, gumbel_BKD: Tensor | None
     ) -> Tensor:
         """Grow a tree of top-k drafts and return its tokens [B, N].
 
@@ -315,7 +318,7 @@ class StaticTree(HeadDrafter):
         for depth, level in enumerate(plan.levels):
             nodes = frontier_BW.shape[1]
             # W nodes at once; a head with independent depths returns W = 1 for all of them.
-            logits_BWV, state = self.rows.expand(state, frontier_BW, parents_BW)
+            logits_BWV, state = self.model_state.expand(state, frontier_BW, parents_BW)
             # With the noise of the target's next draw, the best token is the one it may draw.
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, depth : depth + 1]
@@ -328,7 +331,7 @@ class StaticTree(HeadDrafter):
         return torch.cat(tokens, dim=1)
 
     def _sampled(
-        self, shape: TreeShape, plan: Plan, state: ModelState, roots_B: Tensor
+        self, shape: TreeShape, plan: Plan, state: ExpandState, roots_B: Tensor
     ) -> DraftTree:
         """Grow a tree of sampled drafts, with the distribution of each node's children."""
         batch = len(roots_B)
@@ -339,7 +342,7 @@ class StaticTree(HeadDrafter):
         for level in plan.levels:
             # Each expansion is recorded by itself: the samples between them are drawn anew.
             inputs = (state, frontier_BW, parents_BW)
-            logits_BWV, state = self.rows.runner(self.rows.expand, (), *inputs)
+            logits_BWV, state = self.model_state.runner(self.model_state.expand, (), *inputs)
             ranked_BWR, probs_BWV = self.sample_children(
                 logits_BWV, frontier_BW.shape[1], level.width
             )
@@ -379,13 +382,15 @@ class DynamicTree(HeadDrafter):
     NaN or inf have the value -inf: in sorting, NaN would come before the root.
     """
 
-    def __init__(self, rows: ModelRows, tree: DynamicShape, budget: int | None = None) -> None:
-        self.width = min(tree.width, rows.model.draft_vocab_size)
+    def __init__(
+        self, model_state: DraftModelState, tree: DynamicShape, budget: int | None = None
+    ) -> None:
+        self.width = min(tree.width, model_state.model.draft_vocab_size)
         # The root, its `width` children, and `width` children of `width` nodes at each later depth.
         candidates = 1 + self.width + (tree.depth - 1) * self.width**2
         size = min(tree.size, candidates)
         shape = dataclasses.replace(tree, size=size, width=self.width)
-        super().__init__(rows, shape, budget)
+        super().__init__(model_state, shape, budget)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes
@@ -395,9 +400,11 @@ class DynamicTree(HeadDrafter):
             return NoDraft("large_batch").propose(roots_B)
         depth = min(self.depth, size - 1)  # a deeper node could not be in the tree
         gumbel_BKD = self.gumbel_noise(depth)
-        state = self.rows.catch_up()
+        state = self.model_state.catch_up()
         fixed = (size, depth)
-        tokens_BN, parents_BN = self.rows.runner(self.draft, fixed, state, roots_B, gumbel_BKD)
+        tokens_BN, parents_BN = self.model_state.runner(
+            self.draft, fixed, state, roots_B, gumbel_BKD
+        )
         sizes_B = counting(1, roots_B.device, tokens_BN.shape[1]).expand(len(roots_B))
         return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
 
@@ -405,7 +412,7 @@ class DynamicTree(HeadDrafter):
         self,
         size: int,
         depth: int,
-        state: ModelState,
+        state: ExpandState,
         roots_B: Tensor,
         gumbel_BKD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -435,7 +442,7 @@ class DynamicTree(HeadDrafter):
 
     def candidates(
         self,
-        state: ModelState,
+        state: ExpandState,
         roots_B: Tensor,
         depth: int,
         gumbel_BKD: Tensor | None = None,
@@ -459,7 +466,7 @@ class DynamicTree(HeadDrafter):
         for level in range(1, depth + 1):
             # 1. The `width` best children of each node of the frontier, and the log-probability of
             #    the path to each: its own and its parent's, added.
-            logits_BWV, state = self.rows.expand(state, frontier_BW, parents_BW)
+            logits_BWV, state = self.model_state.expand(state, frontier_BW, parents_BW)
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
             values_BWR, indices_BWR = top_log_probs(logits_BWV, self.width)
@@ -511,8 +518,10 @@ class EarlyExitChain(HeadDrafter):
 
     shape: EarlyExitShape
 
-    def __init__(self, rows: ModelRows, tree: EarlyExitShape, budget: int | None = None) -> None:
-        super().__init__(rows, tree, budget)
+    def __init__(
+        self, model_state: DraftModelState, tree: EarlyExitShape, budget: int | None = None
+    ) -> None:
+        super().__init__(model_state, tree, budget)
         self.kind = "sampled_chain" if tree.sampled else "top_k"
 
     def propose(self, roots_B: Tensor) -> DraftTree:
@@ -525,7 +534,7 @@ class EarlyExitChain(HeadDrafter):
 
         # 2. Draft token by token. `size` and `goes_on` are scalars on the device, so that an
         #    accelerator need not tell the host where the chain ends.
-        state = self.rows.catch_up()
+        state = self.model_state.catch_up()
         parents_B1 = torch.full_like(roots_B[:, None], -1)
         tokens = [roots_B]
         probs = []
@@ -533,7 +542,7 @@ class EarlyExitChain(HeadDrafter):
         goes_on = torch.ones_like(size, dtype=torch.bool)
         for depth in range(longest):
             inputs = (state, tokens[-1][:, None], parents_B1)
-            logits_B1V, state = self.rows.runner(self.rows.expand, (), *inputs)
+            logits_B1V, state = self.model_state.runner(self.model_state.expand, (), *inputs)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimate_BW = getattr(state, "confidence_BW", None)  # not every model's state has one

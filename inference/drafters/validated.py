@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -51,8 +52,8 @@ class ValidatedDrafter(BatchDrafter):
         kind = getattr(drafter, "kind", "top_k")
         if kind != "top_k":
             raise ValueError(
-                f"a drafter of your own must make top-k drafts, and {name} says that they are"
-                f" {kind!r}: with wrong draft probabilities the output would not be the target's"
+                f"a drafter of your own must make top-k drafts, but {name}.kind is {kind!r}:"
+                " with wrong draft probabilities the output would not be the target's"
             )
         self.drafter: Any = drafter
         self.keeps_rows = hasattr(drafter, "select") and hasattr(drafter, "replace")
@@ -177,7 +178,9 @@ def check_tree(tree: DraftTree, roots: list[int | None], max_nodes: int, vocab_s
     """
     nodes = tree.tokens_BN.shape[1]
     if nodes > max_nodes:
-        raise ValueError(f"a tree of {nodes} nodes, and at most {max_nodes} were announced")
+        raise ValueError(
+            f"the tree has {nodes} nodes, more than the drafter's max_nodes, {max_nodes}"
+        )
     if tree.kind != "top_k":
         raise ValueError(f"a tree of {tree.kind} drafts; only top-k drafts are allowed")
     # sync: for a tree that was not made on the host
@@ -203,10 +206,11 @@ def check_row(
     """
     nodes = len(tokens)
     if not 1 <= size <= nodes:
-        raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")
+        raise ValueError(f"sizes_B is {size}, but the row has {nodes} nodes")
     if (root is not None and tokens[0] != root) or parents[0] != -1:
         raise ValueError(
-            f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1"
+            f"node 0 is token {tokens[0]} with the parent {parents[0]}; it must be the row's newest"
+            f" token, {root}, with the parent -1"
         )
     # Padding is read by the target, too, so its tokens and parents must exist as well.
     depths = [0]
@@ -215,13 +219,14 @@ def check_row(
             raise ValueError(f"node {node} is token {tokens[node]}; the target has {vocab_size}")
         if not 0 <= parents[node] < node:
             raise ValueError(
-                f"node {node} lies below node {parents[node]}, which does not stand before it"
+                f"node {node} has the parent {parents[node]}; a parent must come before its child"
             )
         depths.append(depths[parents[node]] + 1)
-    different = set(zip(parents[:size], tokens[:size], strict=True))
-    if len(different) < size:
-        raise ValueError("two siblings are the same token: both would be sampled for")
+    children = Counter(zip(parents[:size], tokens[:size], strict=True))
+    (parent, _), count = children.most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"two children of node {parent} are the same token")
     if not max(depths) <= max_depth < nodes:
         raise ValueError(
-            f"the tree is {max(depths)} deep and has {nodes} nodes, and max_depth is {max_depth}"
+            f"the tree is {max(depths)} deep and has {nodes} nodes, but max_depth is {max_depth}"
         )

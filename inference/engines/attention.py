@@ -17,14 +17,13 @@ head size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
@@ -35,7 +34,6 @@ from ...heads.layers.masked_attention import masked_attention
 from ...heads.layers.tree_attention import attend_to_slots
 from ...heads.layers.tree_slots import TreeSlots
 from ..targets.twin import twin_of
-from .base import Runner
 
 BLOCK = 256
 """Queries of a prompt that share a mask."""
@@ -43,28 +41,6 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention options of some layers: a bound on scores, a sink, a bias by distance."""
 NAME = "headstart"
 """Name of our attention in transformers' registry."""
-WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of
-prompts keep changing."""
-
-
-def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
-    """In the block, let attention be computed by kernels that start at once for a new shape."""
-    return sdpa_kernel([*WITHOUT_PLANS]) if device.type == "cuda" else nullcontext()
-
-
-class PlanlessRunner(Runner):
-    """Runs functions as they are, with attention kernels for shapes that keep changing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
-        with kernels_without_plans(self.device):
-            return function(*fixed, *inputs)
-
-    def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        return self(function, (), *inputs)
 
 
 class TreeAttention:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...heads.base import DraftHead
 from ..cache.kv_cache import Growth, StateShape, TreeCache, slots_for
@@ -27,6 +28,10 @@ takes time."""
 PADDING_ON_CPU = 64
 """The same on a CPU, where launching one costs little."""
 
+WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of
+prompts keep changing."""
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -37,8 +42,16 @@ class TargetOutput:
     features_BNF: Tensor
 
 
+def kernels_without_plans() -> AbstractContextManager[Any]:
+    """In the block, let attention be computed by kernels that start at once for a new shape."""
+    return sdpa_kernel([*WITHOUT_PLANS]) if torch.cuda.is_initialized() else nullcontext()
+
+
 class Runner:
-    """Runs functions of tensors: drafts, the acceptance rule, forwards. This one calls them."""
+    """Runs functions of tensors: drafts, the acceptance rule, forwards. This one calls them.
+
+    It lets attention be computed by kernels for shapes that keep changing.
+    """
 
     replays = False
     """Whether results lie where the next call of the same function writes its own; see `keep`."""
@@ -53,11 +66,12 @@ class Runner:
                 cache; they may be written in place.
             inputs: tensors, or dataclasses, lists and tuples with tensors in them.
         """
-        return function(*fixed, *inputs)
+        return self.run_unrecorded(function, *fixed, *inputs)
 
     def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(*inputs)` for input shapes that rarely recur, such as prompts'."""
-        return function(*inputs)
+        with kernels_without_plans():
+            return function(*inputs)
 
     def rounded_capacity(self, tokens: int) -> int:
         """Capacity of a cache for so many tokens."""

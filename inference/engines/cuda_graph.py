@@ -10,10 +10,10 @@ A round replays these, each with memory of its own, so that a result is valid un
 next call:
 
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
-                 or ModelRows.expand, once a level, for trees that are drawn or end early
+                 or DraftModelState.expand, once a level, for trees that are drawn or end early
     forward      ModelEngine._tree_forward               engines.model_engine
     verdict      verify_and_compact                      rounds.verification
-    observe      the head's `observe`                    drafters.model_rows
+    observe      the head's `observe`                    drafters.draft_model_state
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from torch import Tensor
 from ...heads.layers.constants import recording
 from ...heads.layers.draft_cache import DraftCache
 from ..cache.kv_cache import LEAST_DOUBLING, TreeCache
-from .attention import kernels_without_plans
 from .base import Runner
 
 RECORDINGS = 256
@@ -222,10 +221,6 @@ class GraphRunner(Runner):
         for tensor in Leaves((recorded.result,)).tensors:
             if tensor.nbytes >= LARGE:
                 self.left_by[tensor.data_ptr()] = function
-
-    def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        with kernels_without_plans(self.device):
-            return function(*inputs)
 
     def rounded_capacity(self, tokens: int) -> int:
         """Round up to one less than a power of two, for example 1500 to 2047.

@@ -153,8 +153,8 @@ class Seq2SeqTarget(Target):
         """Refuse to draft before `set_encoder_outputs`."""
         if self.encoded is None:
             raise ValueError(
-                f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which"
-                " only SpeculativeLM.generate hands on; call that"
+                f"{self.name!r} drafts for an encoder-decoder and was not given its input; call"
+                " SpeculativeLM.generate, which passes it on"
             )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:

@@ -31,7 +31,7 @@ from ..targets.segments import has_changing_angles
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
-from .attention import PlanlessRunner, TreeAttention, attending_copy
+from .attention import TreeAttention, attending_copy
 from .base import Engine, Runner, TargetOutput, features_of, kept_logits
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
@@ -91,7 +91,8 @@ class ModelEngine(Engine):
         # replay would repeat the decision.
         in_segments = target.segments is not None or has_changing_angles(target.config)
         launched_anew = self.flex or self.spread or in_segments or not self.recordable
-        self.runner = PlanlessRunner(target.device) if launched_anew or runner is None else runner
+        if runner is not None and not launched_anew:
+            self.runner = runner
         self.attention = TreeAttention()
         self.copies_weights = packed
         self._copy: Any = None
@@ -359,7 +360,7 @@ class ModelEngine(Engine):
         images.
         """
         if cache.position_offsets is not None or self.hooked:
-            return PlanlessRunner(self.target.device)
+            return Runner()
         return self.runner
 
     def _count_from(self, cache: TreeCache, tokens: int) -> None:

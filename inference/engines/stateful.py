@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...heads.layers.constants import counting
 from ..cache.kv_cache import TreeCache
-from ..cache.state_cache import Lanes, Path, StateCache
+from ..cache.state_cache import Lanes, NodePath, StateCache
 from ..trees.tree import DraftTree, NewNodes, path_from_root
 from .base import TargetOutput
 from .masks import in_window
@@ -110,7 +110,7 @@ class StatefulEngine(ModelEngine):
         self,
         cache: StateCache,
         tokens_BN: Tensor,
-        paths: list[list[Path]],
+        paths: list[list[NodePath]],
         layers: tuple[int, ...],
         kept: list[int] | None = None,
     ) -> TargetOutput:
@@ -119,7 +119,7 @@ class StatefulEngine(ModelEngine):
         Returns the logits of the nodes `kept`, None for all, and the features of all.
         """
         # 1. The latest forward's states become snapshots; many pending tokens are read alone.
-        cache.settle()
+        cache.take_snapshots()
         self._read_pending(cache, tokens_BN.shape[1])
 
         # 2. Lanes: each row's pending tokens, then the path to a leaf of its tree.
@@ -268,13 +268,13 @@ def _visible(lanes: Lanes, slots: int) -> tuple[Tensor, Tensor]:
     return visible_RTS, positions_RS
 
 
-def _chains(tokens_BN: Tensor) -> list[list[Path]]:
+def _chains(tokens_BN: Tensor) -> list[list[NodePath]]:
     """The only path of each row's chain: [[[0, 1, 2]], [[0, 1, 2]]] for two rows of three nodes."""
     batch, nodes = tokens_BN.shape
     return [[list(range(nodes))] for _ in range(batch)]
 
 
-def leaf_paths(tree: DraftTree) -> list[list[Path]]:
+def leaf_paths(tree: DraftTree) -> list[list[NodePath]]:
     """For each row, the path to each leaf of its tree, root first; no lane reads padding nodes."""
     paths_of_rows = []
     parents_of_rows = tree.parents_BN.tolist()  # sync: lanes are made on the host

@@ -42,8 +42,7 @@ from ..targets.loading import (
 )
 from ..targets.target_model import TargetModel
 from . import cpu_kernels
-from .attention import kernels_without_plans
-from .base import Engine
+from .base import Engine, kernels_without_plans
 from .counting import CountingEngine
 from .cpu_decoder import cpu_engine
 from .cuda_graph import GRAPHS, GraphRunner
@@ -188,7 +187,7 @@ class Target(TargetModel):
         """
         if self.name == type(self.model).__name__ and not Path(self.name).exists():
             raise ValueError(
-                f"{self.name!r} was made in memory, so no tokenizer lies beside it; give one"
+                f"{self.name!r} was made in memory and has no tokenizer files; give a tokenizer"
             )
         return load_tokenizer(self.name, self.commit, **self.hub)
 
@@ -356,8 +355,8 @@ class Target(TargetModel):
         different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
         if different is not None and different > tolerance(self.model):
             raise ValueError(
-                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than"
-                f" generate does: its last states differ by {different:.2g} of their spread"
+                f"{type(self.model).__name__} ({self.name!r}) computes other states for a whole"
+                f" text than generate does: the last ones differ by {different:.2g} of their spread"
                 " (positions or a mask that it makes only while it generates), so a head would"
                 " learn from other features than it drafts with; train for a target of another"
                 " family, or another version of transformers"
@@ -434,7 +433,7 @@ class Target(TargetModel):
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         # No logits: an empty list of indices keeps none.
-        with kernels_without_plans(self.device):  # the lengths of training rows keep changing
+        with kernels_without_plans():  # the lengths of training rows keep changing
             output = self.model(
                 input_ids=tokens_BT,
                 use_cache=False,
@@ -465,15 +464,14 @@ def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> E
 
         device  mode   engine              its runner   what runs the target's layers
         CPU     True   CpuEngine           Runner       PackedLayers (C++), for Llama-like layers
-        CPU     True   packed ModelEngine  Planless...  the model, its linear layers in our kernels
+        CPU     True   packed ModelEngine  Runner       the model, its linear layers in our kernels
         CUDA    True   ModelEngine         GraphRunner  FusedDecoder, for Llama-like layers, or the
                                                         model
-        any     False  ModelEngine         Planless...  the model
+        any     False  ModelEngine         Runner       the model
 
-    A `Runner` calls functions; a `PlanlessRunner` does so with kernels that start at once for every
-    shape; a `GraphRunner` records and replays them. Models whose layers keep a state, that count
-    positions by their cache, or that have an encoder bring engines of their own in place of
-    `ModelEngine`.
+    A `Runner` calls functions; a `GraphRunner` records and replays them. Models whose layers keep a
+    state, that count positions by their cache, or that have an encoder bring engines of their own
+    in place of `ModelEngine`.
 
     Args:
         target: the target, whose weights are read where they lie, or copied.

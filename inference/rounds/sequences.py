@@ -208,8 +208,8 @@ class Sequences:
             if values_V.isposinf().any():
                 hint = "" if values_V is logits_V else ", or the temperature too low for float32"
                 raise ValueError(
-                    f"{whose} for {where} are infinite: {broken} broken{hint}; no probabilities are"
-                    " left to draw by"
+                    f"{whose} for {where} are infinite: {broken} broken{hint}; there are no"
+                    " probabilities to sample from"
                 )
         # Every score is -inf.
         raise ValueError(

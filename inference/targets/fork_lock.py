@@ -56,8 +56,8 @@ class ForkLock:
     def _check_fork(self) -> None:
         if self._held_at_fork:
             raise ValueError(
-                f"this process was forked while {self.what} generated in another thread, which is"
-                f" not here: {ADVICE}"
+                f"this process was forked while {self.what} generated in another thread, which"
+                f" does not exist here: {ADVICE}"
             )
         threads = torch.get_num_threads()
         if threads > 1 and MAPS.is_file() and "libgomp" in MAPS.read_text(errors="replace"):

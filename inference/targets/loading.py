@@ -393,7 +393,7 @@ def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
     """The tokens at which a generation config ends a text.
 
     Raises:
-        ValueError: other things than token ids in any place of it for them.
+        ValueError: a token field of the generation config is not a token id or a list of them.
     """
     listed: dict[str, list[Any]] = {}
     for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id", "eos_token_id"):
@@ -521,11 +521,12 @@ def refuse_loading_options(
     """Refuse options of loading for a target that is loaded already."""
     if dtype not in ("fastest", "auto", loaded, dtype_name(loaded)):
         raise ValueError(
-            f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so"
-            " instead"
+            f"dtype {dtype} was given with a target that is already loaded, in {loaded}; load it in"
+            " that dtype instead"
         )
     for name, given in {"device_map": device_map, "revision": revision, **options}.items():
         if given is not None:
             raise ValueError(
-                f"{name} {given} was given with a target that is loaded already; load it so instead"
+                f"{name} {given} was given with a target that is already loaded; load it with that"
+                " instead"
             )

@@ -71,8 +71,8 @@ class TargetModel:
         """Segments of positions that a forward must not cross; None where it may lie anywhere."""
         if self.segments is not None and self.stateful is not None:
             raise ValueError(
-                f"{type(model).__name__} has layers that keep a state, and computes otherwise from"
-                " a position on (longrope, or scaled queries); a target has one of the two"
+                f"{type(model).__name__} has layers that keep a state, and changes its computation"
+                " at a position (longrope, or scaled queries); a target can have one of the two"
             )
         self.pool = Pool()
         """KV cache blocks of finished generations."""

@@ -182,8 +182,8 @@ def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where:
     for number, ids_1T in enumerate(prompts, start=1):
         if ids_1T.shape[1] + new_tokens > positions:
             raise ValueError(
-                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, which with {new_tokens}"
-                f" new ones do not fit the model's {positions} positions"
+                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, and with {new_tokens}"
+                f" new ones exceeds the model's {positions} positions"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tokens as text while they arrive: an incremental detokenizer, and how to show a single token.
+"""Tokens as text while they arrive: an incremental detokenizer.
 
 `tokenizers.decoders.DecodeStream` decodes a fast tokenizer's tokens with the few before them that
 matter. A token may end inside a character: nothing is returned until the token that completes it.
@@ -21,14 +21,11 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..rounds.sequences import shared_length
 
 INCOMPLETE = "\ufffd"
 """The replacement character, to which a tokenizer decodes bytes that are not a whole character."""
-BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
-"""Bytes by the symbols that represent them in byte-level vocabularies."""
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 """A token for one byte, where a vocabulary falls back to bytes."""
 CLEANED = 8
@@ -180,22 +177,3 @@ def _pieces_of_whole_text(
     for number in reversed(range(len(tokens))):
         ends[number] = min(ends[number], ends[number + 1])
     return [whole[start:stop] for start, stop in itertools.pairwise(ends)]
-
-
-def shown_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Show a token by itself: its text, or its bytes ⟨E2 96⟩ if these are not whole characters."""
-    symbol = symbol_of(tokenizer, token)
-    # The model's vocabulary is often larger than the tokenizer's.
-    if symbol is None:
-        return f"⟨{token}⟩"
-    # A byte-fallback token, <0xE2>; below, one of a byte-level vocabulary.
-    if BYTE_TOKEN.fullmatch(symbol):
-        return f"⟨{symbol[3:5]}⟩"
-    text = decoded(tokenizer, [token])
-    if INCOMPLETE in text and all(letter in BYTE_OF for letter in symbol):
-        hexadecimal = " ".join(f"{BYTE_OF[letter]:02X}" for letter in symbol)
-        return f"⟨{hexadecimal}⟩"
-    # SentencePiece drops the space of a token at the start of a text.
-    if symbol.startswith("▁") and not text.startswith(" "):
-        return " " + text
-    return text

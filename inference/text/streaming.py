@@ -50,8 +50,8 @@ def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
         while True:
             if os.getpid() != process:  # where nothing would come
                 raise ValueError(
-                    "this stream was begun before the process was forked, and its thread is not"
-                    " here: begin another one"
+                    "this stream was begun before the process was forked, and its thread does not"
+                    " exist here: begin another one"
                 )
             tokens = rounds.get()
             if tokens is None:

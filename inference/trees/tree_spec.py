@@ -17,7 +17,7 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
@@ -63,34 +63,38 @@ class TreeShape:
 
     paths: tuple[tuple[int, ...], ...]
     """All nodes but the root, sorted by depth and then by ranks."""
-    size: int = field(init=False, repr=False, compare=False)
-    """Number of nodes, the root counted."""
-    depth: int = field(init=False, repr=False, compare=False)
-    """Number of tokens on the longest path, the root not counted."""
-    is_chain: bool = field(init=False, repr=False, compare=False)
-    """Whether each node has one child at most."""
-    parents: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Index of each node's parent, the root first, whose parent is -1."""
-    inner: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The nodes that have children."""
-    expanded: int = field(init=False, repr=False, compare=False)
-    """Nodes that a draft expands; the root is expanded even if it is alone."""
 
-    def __post_init__(self) -> None:
-        size = len(self.paths) + 1
-        depth = max(map(len, self.paths), default=0)
+    @cached_property
+    def size(self) -> int:
+        """Number of nodes, the root counted."""
+        return len(self.paths) + 1
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of tokens on the longest path, the root not counted."""
+        return max(map(len, self.paths), default=0)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node has one child at most."""
+        return self.size == self.depth + 1
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Index of each node's parent, the root first, whose parent is -1."""
         # Paths are sorted by depth, so a parent's index is smaller than its children's.
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
-        parents = (-1, *(index[path[:-1]] for path in self.paths))
-        inner = tuple(sorted(set(parents[1:])))
-        computed = {
-            "size": size,
-            "depth": depth,
-            "is_chain": size == depth + 1,
-            "parents": parents,
-            "inner": inner,
-        }
-        vars(self).update(computed, expanded=max(1, len(inner)))  # the class is frozen
+        return (-1, *(index[path[:-1]] for path in self.paths))
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The nodes that have children."""
+        return tuple(sorted(set(self.parents[1:])))
+
+    @property
+    def expanded(self) -> int:
+        """Nodes that a draft expands; the root is expanded even if it is alone."""
+        return max(1, len(self.inner))
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
@@ -122,7 +126,7 @@ class TreeShape:
                 )
         if len(known) != len(nodes) + 1:
             raise ValueError(
-                "a tree path stands twice: "
+                "a tree path is given twice: "
                 + shown(next(list(p) for p in nodes if nodes.count(p) > 1))
             )
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
@@ -176,8 +180,6 @@ class DynamicShape:
     """Tokens on the longest path."""
     width: int = 10
     """Nodes expanded per level, and children considered for each."""
-    expanded: int = field(init=False, repr=False, compare=False)
-    """Nodes that a draft expands, at most."""
 
     def __post_init__(self) -> None:
         if self.size < 2 or self.depth < 1 or self.width < 1:
@@ -186,14 +188,18 @@ class DynamicShape:
                 f"{self.size}, {self.depth} and {self.width}"
             )
         _check_size(self.size)
-        # The root, then `width` nodes at each depth but the last.
-        expanded = 1 + (self.depth - 1) * self.width
-        if max(expanded, self.width) > LARGEST_TREE:
+        if max(self.expanded, self.width) > LARGEST_TREE:
             raise ValueError(
-                f"a dynamic tree of depth {self.depth} and width {self.width} expands {expanded}"
-                f" nodes, each with {self.width} children; both are at most {LARGEST_TREE}"
+                f"a dynamic tree of depth {self.depth} and width {self.width} expands"
+                f" {self.expanded} nodes, each with {self.width} children; both are at most"
+                f" {LARGEST_TREE}"
             )
-        vars(self).update(expanded=expanded)
+
+    @property
+    def expanded(self) -> int:
+        """Nodes that a draft expands, at most."""
+        # The root, then `width` nodes at each depth but the last.
+        return 1 + (self.depth - 1) * self.width
 
 
 @dataclass(frozen=True)
@@ -206,12 +212,6 @@ class SampledShape:
     shape: TreeShape
     independent: bool = False
     """Whether siblings are sampled independently, and may be equal; else without replacement."""
-    size: int = field(init=False, repr=False, compare=False)
-    """Number of nodes, the root counted."""
-    depth: int = field(init=False, repr=False, compare=False)
-    """Number of tokens on the longest path, the root not counted."""
-    kind: TreeKind = field(init=False, repr=False, compare=False)
-    """How children are made; a chain has no siblings."""
 
     def __post_init__(self) -> None:
         # Ranks are the order of sampling, so they must be without gaps: [0, 2] needs [0, 1].
@@ -221,9 +221,23 @@ class SampledShape:
                     f"tree path {list(path)} cannot be sampled without"
                     f" {[*path[:-1], path[-1] - 1]}, which is sampled before it"
                 )
-        siblings = "sampled_independent" if self.independent else "sampled_without_replacement"
-        kind = "sampled_chain" if self.shape.is_chain else siblings
-        vars(self).update(size=self.shape.size, depth=self.shape.depth, kind=kind)
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root counted."""
+        return self.shape.size
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path, the root not counted."""
+        return self.shape.depth
+
+    @property
+    def kind(self) -> TreeKind:
+        """How children are made; a chain has no siblings."""
+        if self.shape.is_chain:
+            return "sampled_chain"
+        return "sampled_independent" if self.independent else "sampled_without_replacement"
 
 
 @dataclass(frozen=True)
@@ -236,10 +250,6 @@ class EarlyExitShape:
     """From 0, never to end early, to 1."""
     sampled: bool = False
     """Whether its tokens are sampled; else they are the best ones."""
-    size: int = field(init=False, repr=False, compare=False)
-    """Number of nodes, the root counted, at most."""
-    expanded: int = field(init=False, repr=False, compare=False)
-    """Nodes that a draft expands, at most."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or not 0 <= self.threshold <= 1:
@@ -248,7 +258,16 @@ class EarlyExitShape:
                 f" not {self.depth} and {self.threshold}"
             )
         _check_size(self.depth)
-        vars(self).update(size=self.depth + 1, expanded=self.depth)
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root counted, at most."""
+        return self.depth + 1
+
+    @property
+    def expanded(self) -> int:
+        """Nodes that a draft expands, at most."""
+        return self.depth
 
 
 TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape

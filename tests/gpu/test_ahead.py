@@ -13,7 +13,7 @@ from helpers import head_for
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.rounds import loop
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_every_step_may_be_observed_twice(on_cpu, recorded, device, monkeypatch,
     lm = SpeculativeLM.from_pretrained(recorded, head, tree="dynamic:8:3:2", adaptive=False)
     expected = text_of(lm, device)
     proposed = []
-    plain_ahead = ModelRows.observe_ahead
+    plain_ahead = DraftModelState.observe_ahead
     draft = type(lm.drafter).propose
 
     def noted(self, roots_B):
@@ -62,7 +62,7 @@ def test_every_step_may_be_observed_twice(on_cpu, recorded, device, monkeypatch,
     assert text_of(lm, device) == expected
     once = proposed.copy()
     proposed.clear()
-    monkeypatch.setattr(ModelRows, "observe_ahead", twice)
+    monkeypatch.setattr(DraftModelState, "observe_ahead", twice)
     assert text_of(lm, device) == expected
     assert calls and all(calls)
     assert proposed == once

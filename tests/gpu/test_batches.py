@@ -163,7 +163,7 @@ def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
     """Caches come in powers of two: more than is used, which the check must count."""
     _, lm = lms("eagle3", tree="chain:2")
     prompts = prompts_of(3).to(lm.target.device)
-    target, rows = lm.target, lm.drafter.rows
+    target, rows = lm.target, lm.drafter.model_state
     exact = 3 * (tokens + 3)
     slots = 1024 if tokens == 700 else 2048
     caches = target.cache_bytes(3, slots) + rows.model.cache_bytes(3, 1023)

@@ -14,7 +14,7 @@ from headstart.heads.by_name import build_objective
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.drafters.tree_policies import EarlyExitChain
 from headstart.inference.trees.sampling import RandomSampler
 from headstart.inference.trees.tree_spec import EarlyExitShape
@@ -100,7 +100,7 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
     )
     for bias, nodes in ((0.5, 6), (-0.5, 1)):
         torch.nn.init.constant_(head.confidence_head["proj"].bias, bias)
-        chain = EarlyExitChain(ModelRows(head, features.modules), EarlyExitShape(5, 0.5))
+        chain = EarlyExitChain(DraftModelState(head, features.modules), EarlyExitShape(5, 0.5))
         chain.begin(DraftContext(1, 40, RandomSampler(), None, None))
         chain.prefill(read)
         assert chain.propose(features.tokens_BT[:1, 4]).tokens_BN.shape == (1, nodes)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, TreeShape, custom_generate
-from headstart.inference.drafters import model_rows
+from headstart.inference.drafters import draft_model_state
 from headstart.inference.rounds import prefill
 from headstart.inference.tuning.machine import machine_key
 
@@ -169,9 +169,10 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(
         target, head=a_head(target, kind), tree="dynamic:9:3:3", adaptive=False
     )
     whole = check_identity(lm, ROWS)
-    monkeypatch.setattr(
-        *((prefill, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size
-    )
+    if reader == "target":
+        monkeypatch.setattr(prefill, "PREFILL_TOKENS", size)
+    else:
+        monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", size)
     chunked = check_identity(lm, ROWS)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
 

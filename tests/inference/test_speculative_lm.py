@@ -154,7 +154,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
         rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2
     )
     assert output.stats.cache_bytes == target.cache_bytes(2, 256)  # slots come by 256
-    kept = lm.drafter.rows.catch_up().cache
+    kept = lm.drafter.model_state.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
 
@@ -260,7 +260,7 @@ def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
         ours(lm, input_ids, acceptance="block")
     with pytest.raises(ValueError, match="at most 3"):
         ours(lm, input_ids, tree="chain:4")
-    with pytest.raises(ValueError, match="made already"):
+    with pytest.raises(ValueError, match="with a drafter object"):
         ours(SpeculativeLM(target, lm.drafter), input_ids, tree="chain:2")
 
 
@@ -354,10 +354,10 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     ):
         with pytest.raises(error):
             lm.generate(row, **settings | wrong)
-    loaded = "was given with a target that is loaded already"
+    loaded = "was given with a target that is already loaded"
     for options, message in (
         ({"tree": "chain:99"}, "at most 3"),
-        ({"dtype": "float16"}, "loaded already"),
+        ({"dtype": "float16"}, "already loaded"),
         ({"revision": "main"}, "revision"),
         ({"attn_implementation": "eager"}, f"attn_implementation eager {loaded}"),
     ):

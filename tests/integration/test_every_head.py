@@ -29,7 +29,7 @@ from headstart.heads.layers import draft_cache, training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
-from headstart.inference.drafters import model_rows
+from headstart.inference.drafters import draft_model_state
 
 DEPTH = 3
 WIDTH = 3
@@ -195,7 +195,7 @@ every_head = pytest.mark.parametrize(
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a window's cache be overwritten within texts as short as these."""
     monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", LONGEST_COMMIT)
-    monkeypatch.setattr(model_rows, "CHUNK_TOKENS", LONGEST_COMMIT)
+    monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", LONGEST_COMMIT)
 
 
 def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead:

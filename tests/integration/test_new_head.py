@@ -72,7 +72,7 @@ class BigramHead(DraftHead):
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> DraftState:
-        return DraftState(modules, 0, max_depth)
+        return DraftState(modules, 0)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor

@@ -28,7 +28,7 @@ from headstart.inference.drafters import costs as tuning_costs
 from headstart.inference.drafters.acceptance import Answered, dynamic_lengths, means
 from headstart.inference.drafters.candidate_trees import candidate_trees
 from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.inference.text.prompt_files import read_prompts
@@ -281,7 +281,8 @@ def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_he
     found = dynamic_lengths(target, head, width, answers, sizes)
     for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
         lm = SpeculativeLM(
-            target, DynamicTree(ModelRows(head, target.modules), DynamicShape(size, depth, width))
+            target,
+            DynamicTree(DraftModelState(head, target.modules), DynamicShape(size, depth, width)),
         )
         really = Stats.merged(
             lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked

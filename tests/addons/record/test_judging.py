@@ -16,7 +16,7 @@ from runs import rows_of
 from headstart.addons.record import record
 from headstart.addons.record.adapt_data import snapshot
 from headstart.addons.record.config import AdaptConfig
-from headstart.addons.record.folder import COSTS, keep_costs, recorded_costs
+from headstart.addons.record.folder import COSTS, keep_costs, machine_costs, recorded_costs
 from headstart.addons.record.judging import (
     Comparison,
     Judgement,
@@ -31,7 +31,7 @@ from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters import costs as costs_module
-from headstart.inference.drafters.costs import head_shape, kept_costs, measured_costs
+from headstart.inference.drafters.costs import head_shape, measured_costs
 from headstart.inference.outer_modules import OuterTarget
 from headstart.inference.trees.stats import RoundRecord, Stats
 from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
@@ -373,16 +373,16 @@ def test_costs_that_this_machine_kept_serve_a_target_without_blocks(
 ):
     outer = OuterTarget.load(str(taught), torch.float32, "cpu")
     head = a_head(outer, "medusa")
-    assert kept_costs(outer, head) is None
+    assert machine_costs(outer, head) is None
     assert known_costs(tmp_path, outer, head, head) is None
     whole = Target.from_pretrained(str(taught), torch.float32)
     measured = SpeculativeLM.from_pretrained(whole, head, compile=compiled).costs
     found = known_costs(tmp_path, outer, head, head)
     assert (found.old, found.new) == (measured, measured)
     assert found.origin.startswith("kept from earlier on this machine: ")
-    assert kept_costs(outer, a_head(outer, "medusa", num_heads=2)) is None
-    assert kept_costs(outer, a_head(outer, "hydra")) is None
-    assert kept_costs(tiny_target(layers=5, dtype=torch.float32), head) is None, (
+    assert machine_costs(outer, a_head(outer, "medusa", num_heads=2)) is None
+    assert machine_costs(outer, a_head(outer, "hydra")) is None
+    assert machine_costs(tiny_target(layers=5, dtype=torch.float32), head) is None, (
         "a deeper target costs more"
     )
 

@@ -19,7 +19,7 @@ from json_server import JsonServer
 from messages import refused
 from runs import rows_of, write_prompts, write_rows
 
-from headstart.addons import openai_server
+from headstart.addons import openai_client
 from headstart.addons.serve import answers as served
 from headstart.addons.serve.answers import ask_servers
 from headstart.addons.serve.options import AnswersConfig
@@ -156,7 +156,7 @@ def test_thinking_is_for_the_servers_template(config, server, thinking, sent):
 
 
 def test_an_overloaded_server_is_asked_again(config, server, monkeypatch):
-    monkeypatch.setattr(openai_server, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(openai_client, "FIRST_PAUSE", 0.01)
     tried, lock = Counter(), threading.Lock()
 
     def overloaded(server, body):
@@ -251,7 +251,7 @@ def test_a_malformed_answer_is_one_line_that_says_what_is_wrong(config, server, 
 def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, capsys, status):
     """Not even where the server repeats what it was sent."""
     monkeypatch.setattr(served, "RETRIES", 0)
-    monkeypatch.setenv(openai_server.KEY, "sk-CANARY")
+    monkeypatch.setenv(openai_client.KEY, "sk-CANARY")
     basic = base64.b64encode(b"me:PASS/CANARY").decode()
     said = f"Bearer sk-CANARY Basic {basic} at PASS%2FCANARY PASS/CANARY \x1b[2J"
     server.reply = lambda *_: (status, {"error": {"message": said}} if status != 200 else said)

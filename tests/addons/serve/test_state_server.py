@@ -16,7 +16,7 @@ from messages import refused
 from runs import evaluations_of, last_weights, log_of, random_examples
 from safetensors.torch import save_file
 
-from headstart.addons.openai_server import OpenAIServer
+from headstart.addons.openai_client import OpenAIClient
 from headstart.addons.serve import state_server
 from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, training_source
 from headstart.addons.serve.state_files import ServerLayers
@@ -280,7 +280,7 @@ def test_a_hostile_server_is_refused_in_one_line_and_nothing_of_others_is_remove
 
 @pytest.mark.parametrize("models", [{}, {"data": None}, {"data": [1]}, {"data": [{"id": 5}]}, []])
 def test_a_list_of_models_that_is_none_is_refused(served, outer, examples, monkeypatch, models):
-    monkeypatch.setattr(OpenAIServer, "_once", lambda *_: json.dumps(models))
+    monkeypatch.setattr(OpenAIClient, "_once", lambda *_: json.dumps(models))
     with refused("features.server"):
         connect(served, outer, examples)
 

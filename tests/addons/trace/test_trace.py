@@ -15,7 +15,7 @@ from helpers import build_model, other_model
 from messages import refused
 
 from headstart.addons.trace import Trace, trace
-from headstart.addons.trace.page import thinned
+from headstart.addons.trace.page import shown_token, thinned
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 
@@ -132,3 +132,11 @@ def test_long_texts_are_traced(tokenizer, tokens):
     assert "".join(each["p"] for each in data["output"]) == tokenizer.decode(
         output.sequences[0, 3:]
     )
+
+
+def test_a_token_by_itself_is_its_text_or_its_bytes(tokenizer):
+    first, second = tokenizer("é")["input_ids"]
+    assert (shown_token(tokenizer, first), shown_token(tokenizer, second)) == ("⟨C3⟩", "⟨A9⟩")
+    assert shown_token(tokenizer, tokenizer(" ")["input_ids"][0]) == " "
+    assert shown_token(tokenizer, tokenizer.eos_token_id) == "<|im_end|>"
+    assert shown_token(tokenizer, 9999) == "⟨9999⟩"

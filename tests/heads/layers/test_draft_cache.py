@@ -65,7 +65,6 @@ def empty_state(
     return DraftTreeState(
         None,  # type: ignore[arg-type]
         depth=0,
-        max_depth=9,
         cache=DraftCache(nodes, keys, values, window=window),
         lengths_B=torch.zeros(batch, dtype=torch.int64),
         hidden_BWD=torch.zeros(batch, 1, 1),

@@ -166,7 +166,7 @@ def test_what_is_pending_is_bounded_and_a_whole_path_leaves_nothing(targets, fam
             target.engine.forward_tree(draft(numbers, TreeShape.chain(3), [7]), length, cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([accepted]), in_order=True)
             length += accepted
-            cache.settle()
+            cache.take_snapshots()
             (pending,) = cache.pending()
             assert pending == 0 if accepted == 4 or family not in RECURRENT else 0 < pending < 4 + 4
 
@@ -221,7 +221,7 @@ def test_a_text_goes_back_as_far_as_its_states_allow(targets, family):
             target.engine.forward_tree(tree, len(text), cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([accepted]), in_order=True)
             text += tree.tokens_BN[0, :accepted].tolist()
-        cache.settle()
+        cache.take_snapshots()
         # What is pending can be taken back one by one; a snapshot cannot, but for the one that was
         # kept.
         back = [(10, 10), (8, 5), (3, 0)] if family in RECURRENT else [(10, 5), (3, 0)]

@@ -9,7 +9,7 @@ import torch
 from helpers import Useless, check_identity, head_for, other_model, written_alone
 
 from headstart.inference import SpeculativeLM, TreeShape
-from headstart.inference.drafters import adaptive, model_rows
+from headstart.inference.drafters import adaptive, draft_model_state
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.next_step import Choice
@@ -118,7 +118,7 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
     whoever has ended."""
     choices = itertools.cycle([*[0] * 9, 1, 1, 0, 1, 1, 0])
     monkeypatch.setattr(adaptive, "choose", lambda record: Choice(next(choices)))
-    monkeypatch.setattr(model_rows, "PENDING_TOKENS", held)
+    monkeypatch.setattr(draft_model_state, "PENDING_TOKENS", held)
     rows, mask = (
         torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]),
         torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]]),
@@ -177,12 +177,15 @@ def test_trees_of_one_head_share_its_state_and_have_room_in_it(target):
         target, tree="chain:1|branch:2x2x1", head=head_for(target, "medusa", num_heads=3)
     )
     first, second = drafter.trees
-    assert first.rows is second.rows and not first.rows.lazy
-    assert (first.rows.depth, first.rows.expanded) == (3, 7)
+    assert first.model_state is second.model_state and not first.model_state.lazy
+    assert (first.model_state.depth, first.model_state.expanded) == (3, 7)
     fresh_first, fresh_second = drafter.fresh().trees
-    assert fresh_first.rows is fresh_second.rows and fresh_first.rows is not first.rows
+    assert (
+        fresh_first.model_state is fresh_second.model_state
+        and fresh_first.model_state is not first.model_state
+    )
     assert (fresh_first.shape, fresh_second.shape) == (first.shape, second.shape)
-    assert AdaptiveDrafter(drafter.trees).trees[1].rows.lazy
+    assert AdaptiveDrafter(drafter.trees).trees[1].model_state.lazy
 
 
 def test_trees_that_do_not_go_together_are_refused(target):

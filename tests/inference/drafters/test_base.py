@@ -21,7 +21,7 @@ def test_a_drafter_of_ones_own_may_not_sample(target):
         kind = "sampled_chain"
 
     with pytest.raises(
-        ValueError, match="must make top-k drafts, and Odd says that they are 'sampled_chain'"
+        ValueError, match=r"must make top-k drafts, but Odd\.kind is 'sampled_chain'"
     ):
         SpeculativeLM.from_pretrained(target, drafter=Odd())
 
@@ -133,18 +133,21 @@ def tree(tokens, parents, depth, size=None):
         (lambda root: tree([root, -1], [-1, 0], 1), "node 1 is token -1"),
         (
             lambda root: tree([root] * 9, list(range(-1, 8)), 8),
-            "9 nodes, and at most 8 were announced",
+            "9 nodes, more than the drafter's max_nodes, 8",
         ),
-        (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 lies below node 2"),
-        (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "not the root"),
+        (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 has the parent 2"),
+        (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "must be the row's newest token"),
         (
             lambda root: tree([root, 1, 2], [-1, 0, 1], 1),
-            "is 2 deep and has 3 nodes, and max_depth is 1",
+            "is 2 deep and has 3 nodes, but max_depth is 1",
         ),
-        (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "two siblings are the same token"),
-        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and max_depth is 3"),
-        (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
-        (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
+        (
+            lambda root: tree([root, 1, 1], [-1, 0, 0], 1),
+            "two children of node 0 are the same token",
+        ),
+        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, but max_depth is 3"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=3), "sizes_B is 3, but the row has 2 nodes"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=0), "sizes_B is 0, but the row has 2 nodes"),
         (
             lambda root: replace(tree([root, 1], [-1, 0], 1), kind="sampled_chain"),
             "only top-k drafts are allowed",

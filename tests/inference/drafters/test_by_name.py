@@ -177,7 +177,7 @@ def test_a_fresh_drafter_is_independent(target):
 
     def state(drafter):
         if word == "model":
-            cache = drafter.rows.progress.state.cache
+            cache = drafter.model_state.progress.state.cache
             return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
         return [row.text.last(99) for row in drafter.rows]
 
@@ -197,11 +197,11 @@ def test_a_fresh_drafter_is_independent(target):
     [
         ("prompt-lokup", "unknown drafter 'prompt-lokup'; choose from history"),
         ("prompt-lookup:1", "at least 2 nodes"),
-        ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
-        ("lookahead:2:3:2", "the drafter 'lookahead:2:3:2' is gone; take history"),
-        ("random", "the drafter 'random' is gone; take history"),
-        ("ngram:3", "the drafter 'ngram:3' is gone; take history"),
-        ("prompt-lookup:12:10:3", r"not understood; it is written prompt-lookup\[:NODES"),
+        ("prompt-lookup:a", r"invalid options; write prompt-lookup\[:NODES"),
+        ("lookahead:2:3:2", "the drafter 'lookahead:2:3:2' was removed; use history"),
+        ("random", "the drafter 'random' was removed; use history"),
+        ("ngram:3", "the drafter 'ngram:3' was removed; use history"),
+        ("prompt-lookup:12:10:3", r"invalid options; write prompt-lookup\[:NODES"),
         ("retrieval", "needs a datastore"),
         ("retrieval:nowhere", "no datastore in 'nowhere'"),
         ("model", "needs a model"),

@@ -253,7 +253,7 @@ def test_a_head_reads_what_a_history_wrote(target, head, lazy):
         target, head, tree="chain:3", adaptive=False, drafter="history:4:3"
     )
     chain = lm.drafter.other
-    chain.rows.lazy = lazy
+    chain.model_state.lazy = lazy
     drafts = []
     propose = chain.propose
 
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused(target, head):
         HistoryDrafter(nodes=1)
     with pytest.raises(ValueError, match="top-k"):
         HistoryDrafter(other=make_drafter(target, target, "drawn:chain:2"))
-    with pytest.raises(ValueError, match="one that looks things up"):
+    with pytest.raises(ValueError, match="drafter must be history, prompt-lookup or retrieval"):
         SpeculativeLM.from_pretrained(target, head, drafter="model:small")
     sampled = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2")
     assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())

@@ -16,7 +16,7 @@ from headstart.inference.drafters import adaptive
 from headstart.inference.drafters.adaptive import AdaptiveDrafter, AnswerLengths
 from headstart.inference.drafters.base import PrefillChunk
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.drafters.next_step import Choice
 from headstart.inference.drafters.round import Round, Verdict
 from headstart.inference.trees.tree import DraftTree
@@ -48,7 +48,7 @@ def test_of_rejected_drafts_nothing_is_read_later() -> None:
         read.append(tokens_BA[0, : int(lengths_B)].tolist())
         return state
 
-    rows = ModelRows(SimpleNamespace(reads_from_start=False, observe=observe), None)
+    rows = DraftModelState(SimpleNamespace(reads_from_start=False, observe=observe), None)
     rows.read_when_needed()
     nothing_BTF = torch.zeros(1, 3, 0)
     text_1T = torch.tensor([[1, 2, 3, 4]])
@@ -75,19 +75,19 @@ class Clock:
         self.now = 0.0
         self.read = 0
         forward_tree = target.engine.forward_tree
-        read = ModelRows._read
+        read = DraftModelState._read
 
         def over_a_tree(tree: Any, *rest: Any) -> Any:
             self.now += 1.0 + 0.1 * (tree.tokens_BN.shape[1] - 1)
             return forward_tree(tree, *rest)
 
-        def reads(rows: ModelRows, chunk: Any) -> None:
+        def reads(rows: DraftModelState, chunk: Any) -> None:
             self.read += chunk.tokens_BT.numel()
             self.now += reading * chunk.tokens_BT.numel()
             read(rows, chunk)
 
         monkeypatch.setattr(target.engine, "forward_tree", over_a_tree)
-        monkeypatch.setattr(ModelRows, "_read", reads)
+        monkeypatch.setattr(DraftModelState, "_read", reads)
 
     def __call__(self) -> float:
         return self.now

@@ -15,7 +15,7 @@ from headstart.heads import DraftHead, DraftState, TargetModules
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import make_drafter, tree_drafter
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.drafters.tree_policies import StaticTree, confidence
 from headstart.inference.trees.sampling import RandomSampler
 
@@ -24,6 +24,7 @@ ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 
 @dataclass(frozen=True)
 class DraftTreeState(DraftState):
+    max_depth: int
     nodes: int = 0
     frontier: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
@@ -237,7 +238,7 @@ def test_what_processors_leave_to_other_tokens_is_not_drawn_from(left):
         return probs
 
     tree = tree_policy("drawn:branch:2x2")
-    drafter = StaticTree(ModelRows(head, ENDS), tree)
+    drafter = StaticTree(DraftModelState(head, ENDS), tree)
     drafter.begin(DraftContext(1, 8, RandomSampler(), probs_of))
     tokens_BWR, drawn_from_BWV = drafter.sample_children(logits, 3, 2)
     assert tokens_BWR.shape == (1, 3, 2) and set(tokens_BWR.flatten().tolist()) <= {1, 4, 7, 10}

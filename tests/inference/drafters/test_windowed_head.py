@@ -13,8 +13,8 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.heads.layers import draft_cache
 from headstart.inference import Conversation, SpeculativeLM, Target
-from headstart.inference.drafters import model_rows
-from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters import draft_model_state
+from headstart.inference.drafters.draft_model_state import DraftModelState
 
 VOCAB = 20
 WINDOW = 5
@@ -31,7 +31,7 @@ CASES = pytest.mark.parametrize(("tree", "slots"), [("chain:3", 2), ("dynamic:9:
 def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Rings of `WINDOW` + tokens - 1 slots."""
     monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", tokens)
-    monkeypatch.setattr(model_rows, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", tokens)
 
 
 def a_head(target: Target, window: int | None = WINDOW) -> DraftHead:
@@ -91,13 +91,13 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts as after the whole prompt."""
-    read = calls_of(monkeypatch, ModelRows, "_read")
+    read = calls_of(monkeypatch, DraftModelState, "_read")
     lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
-    assert lm.drafter.rows.read_last == 9
+    assert lm.drafter.model_state.read_last == 9
     drafts = []
     for read_last, least, most in ((9, 1, 10), (None, 11, 99)):
         read.clear()
-        lm.drafter.rows.read_last = read_last
+        lm.drafter.model_state.read_last = read_last
         drafts.append(accepted(check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS)))
         tokens = sum(chunk.tokens_BT.numel() for _, chunk in read)
         assert least * len(prompts()) <= tokens <= most * len(prompts())

@@ -372,14 +372,14 @@ def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
     head = head_of(target, "eagle")
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False, compile=False)
     states = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
-    before = lm.drafter.rows.modules.logits(states)
+    before = lm.drafter.model_state.modules.logits(states)
     assert torch.equal(before, target.modules.logits(states))
     lm.compile()
-    assert torch.equal(lm.drafter.rows.modules.logits(states), target.engine.lm_head(states))
+    assert torch.equal(lm.drafter.model_state.modules.logits(states), target.engine.lm_head(states))
     with torch.no_grad():
         target.modules.lm_head.weight.mul_(2)
     lm.compile()
-    assert torch.allclose(lm.drafter.rows.modules.logits(states), 2 * before, atol=1e-4)
+    assert torch.allclose(lm.drafter.model_state.modules.logits(states), 2 * before, atol=1e-4)
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
 def test_a_text_that_was_not_shown_is_refused(target):
     small = Seq2SeqTarget(build_t5(VOCAB, 1, layers=1))
     lm = SpeculativeLM(target, make_drafter(target, small, "chain:1|chain:3"))
-    with pytest.raises(ValueError, match="was not shown its input"):
+    with pytest.raises(ValueError, match="was not given its input"):
         target.model.generate(
             source(6), custom_generate=lm.decoding_method(Call(RandomSampler())), max_new_tokens=20
         )

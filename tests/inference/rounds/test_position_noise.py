@@ -85,7 +85,7 @@ def test_a_draft_that_is_the_target_is_drawn_alike(target, tree):
         assert stats.acceptance_length > 2.5
         return
     assert {record.returned for row in stats.rows for record in row[:-1]} == {4}
-    drafter.rows.model = Permuted(drafter.head)
+    drafter.model_state.model = Permuted(drafter.head)
     assert sampled().acceptance_length > 2.5  # but for the tokens that it cannot guess
 
 

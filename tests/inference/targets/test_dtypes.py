@@ -215,7 +215,7 @@ def test_a_loaded_model_keeps_its_format_and_another_is_refused_with_both(tiny_t
         ),
     ):
         with pytest.raises(
-            ValueError, match=r"dtype float32 was given.* loaded already, in torch\.bfloat16"
+            ValueError, match=r"dtype float32 was given.* already loaded, in torch\.bfloat16"
         ):
             call()
 

@@ -8,7 +8,7 @@ from helpers import cleaning
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.inference.text.detokenizer import TextStream, decoded, shown_token, text_pieces
+from headstart.inference.text.detokenizer import TextStream, decoded, text_pieces
 
 TEXTS = [
     "plain words",
@@ -152,11 +152,3 @@ def test_special_tokens_are_in_no_piece_where_they_are_skipped(tokenizer):
     tokens = [*tokenizer("é")["input_ids"], 257, *tokenizer("x")["input_ids"]]
     assert text_pieces(tokenizer, tokens, skip_special_tokens=True) == ["", "é", "", "x"]
     assert text_pieces(tokenizer, tokens) == ["", "é", "<|im_end|>", "x"]
-
-
-def test_a_token_by_itself_is_its_text_or_its_bytes(tokenizer):
-    first, second = tokenizer("é")["input_ids"]
-    assert (shown_token(tokenizer, first), shown_token(tokenizer, second)) == ("⟨C3⟩", "⟨A9⟩")
-    assert shown_token(tokenizer, tokenizer(" ")["input_ids"][0]) == " "
-    assert shown_token(tokenizer, tokenizer.eos_token_id) == "<|im_end|>"
-    assert shown_token(tokenizer, 9999) == "⟨9999⟩"

@@ -47,7 +47,7 @@ def test_paths_are_given_in_a_file_or_themselves_in_any_order(tmp_path):
     ("paths", "message"),
     [
         ([[0, 0]], r"\[0, 0\] has no parent \[0\]"),
-        ([[0], [0]], r"stands twice: \[0\]"),
+        ([[0], [0]], r"given twice: \[0\]"),
         ([[-1]], "each an integer from 0"),
         ([[]], "at least one rank"),
         ([["0"]], "each an integer"),

@@ -1,8 +1,8 @@
 """Requests to an OpenAI-compatible server (vLLM, SGLang, llama.cpp), for the add-ons that ask one.
 
-    server = OpenAIServer.at("http://HOST:8000/v1", seconds=600)
-    served = server.ask_object("/models")
-    text = server.ask("/completions", {"model": "NAME", "prompt": [1, 2, 3]}, retries=3)
+    client = OpenAIClient.at("http://HOST:8000/v1", seconds=600)
+    served = client.ask_object("/models")
+    text = client.ask("/completions", {"model": "NAME", "prompt": [1, 2, 3]}, retries=3)
 
 User, password and query of the URL are sent, and shown nowhere: not even where the server repeats
 them. An answer has a limit of bytes and of the time in which all of it must come.
@@ -79,8 +79,8 @@ class ServerError(ValueError):
 
 
 @dataclass(frozen=True)
-class OpenAIServer:
-    """A server, by its address."""
+class OpenAIClient:
+    """A client of one server, by the server's address."""
 
     name: str
     """URL without user, password and query."""
@@ -91,8 +91,8 @@ class OpenAIServer:
     secrets: frozenset[str] = field(repr=False)
 
     @classmethod
-    def at(cls, url: str, seconds: float, option: str = "server") -> OpenAIServer:
-        """A server at a URL; `option` is its name in errors.
+    def at(cls, url: str, seconds: float, option: str = "server") -> OpenAIClient:
+        """A client of the server at a URL; `option` is its name in errors.
 
         Raises:
             ValueError: not a URL of HTTP; the message shows nothing of it that may be secret.

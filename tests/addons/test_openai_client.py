@@ -13,8 +13,8 @@ import pytest
 from json_server import JsonServer
 from messages import refused
 
-from headstart.addons import openai_server
-from headstart.addons.openai_server import KEY, OpenAIServer, ServerError
+from headstart.addons import openai_client
+from headstart.addons.openai_client import KEY, OpenAIClient, ServerError
 
 SECRET = "s3cr3t"
 
@@ -33,7 +33,7 @@ class Server(JsonServer):
 
 @pytest.fixture
 def running(monkeypatch):
-    monkeypatch.setattr(openai_server, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(openai_client, "FIRST_PAUSE", 0.001)
     monkeypatch.delenv(KEY, raising=False)
     with Server() as server:
         yield server
@@ -48,23 +48,23 @@ def replies(running, *statuses, text="", **headers):
 )
 def test_what_is_no_url_is_refused_without_being_shown(url):
     with refused("features.server URL") as caught:
-        OpenAIServer.at(url, 1.0, "features.server")
+        OpenAIClient.at(url, 1.0, "features.server")
     assert SECRET not in str(caught.value)
 
 
 def test_a_url_keeps_its_port_and_path():
-    server = OpenAIServer.at("https://u:p%40w@host:81/some/v1/?a=b", 1.0)
+    server = OpenAIClient.at("https://u:p%40w@host:81/some/v1/?a=b", 1.0)
     assert (server.name, server.query) == ("https://host:81/some/v1", "a=b")
     assert "p@w" not in repr(server) and "p%40w" not in repr(server)
-    assert OpenAIServer.at("http://[::1]:8000/v1", 1.0).name == "http://[::1]:8000/v1"
+    assert OpenAIClient.at("http://[::1]:8000/v1", 1.0).name == "http://[::1]:8000/v1"
 
 
 def test_user_and_query_are_sent_and_a_key_where_there_is_no_user(running, monkeypatch):
     monkeypatch.setenv(KEY, "sk-key")
     replies(running, 200, 200, text="fine")
-    assert OpenAIServer.at(running.url, 5.0).ask("/models") == "fine"
+    assert OpenAIClient.at(running.url, 5.0).ask("/models") == "fine"
     named = running.url.replace("://", "://me:pass%40word@") + "?version=12345"
-    OpenAIServer.at(named, 5.0).ask("/completions", {"prompt": [1]})
+    OpenAIClient.at(named, 5.0).ask("/completions", {"prompt": [1]})
     (method, path, headers), (other_method, other_path, other_headers) = running.seen
     assert (method, path, headers["Authorization"]) == ("GET", "/v1/models", "Bearer sk-key")
     assert (other_method, other_path) == ("POST", "/v1/completions?version=12345")
@@ -73,7 +73,7 @@ def test_user_and_query_are_sent_and_a_key_where_there_is_no_user(running, monke
 
 
 def test_what_passes_is_asked_again_and_what_does_not_is_not(running):
-    server = OpenAIServer.at(running.url, 5.0)
+    server = OpenAIClient.at(running.url, 5.0)
     replies(running, 503, 429, 200)
     assert server.ask("/models", retries=2) == ""
     assert len(running.seen) == 3
@@ -91,20 +91,20 @@ def test_a_server_says_how_long_it_wants_to_be_left_alone(running):
     replies(running, 429, **{"Retry-After": "0.4"})
     replies(running, 200)
     began = time.monotonic()
-    OpenAIServer.at(running.url, 5.0).ask("/models", retries=1)
+    OpenAIClient.at(running.url, 5.0).ask("/models", retries=1)
     assert time.monotonic() - began >= 0.4
 
 
 def test_a_redirect_is_not_followed_which_would_send_the_key_elsewhere(running):
     replies(running, 302, 200, Location="http://127.0.0.1:9/")
     with refused("302", error=ServerError):
-        OpenAIServer.at(running.url, 5.0).ask("/models")
+        OpenAIClient.at(running.url, 5.0).ask("/models")
 
 
 @pytest.mark.parametrize("url", ["http://u:12/s3cr3t@h/v1", "http://u:12#s3cr3t@h/v1"])
 def test_a_password_that_ends_the_host_too_early_is_asked_of_no_name_server(url):
     with refused("URL") as caught:
-        OpenAIServer.at(url, 1.0)
+        OpenAIClient.at(url, 1.0)
     assert SECRET not in str(caught.value)
 
 
@@ -123,7 +123,7 @@ def test_an_answer_that_never_ends_has_a_limit_of_the_whole_time(begin, status):
                     connected.sendall(b" ")
 
         threading.Thread(target=drip, daemon=True).start()
-        server = OpenAIServer.at(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", 0.5)
+        server = OpenAIClient.at(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", 0.5)
         began = time.monotonic()
         with refused("0.5", error=ServerError):
             server.ask("/completions", {})
@@ -137,18 +137,18 @@ def test_a_name_server_that_never_answers_has_the_limit_too(monkeypatch, scheme)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
     began = time.monotonic()
     with refused("0.3", error=ServerError) as caught:
-        OpenAIServer.at(f"{scheme}://slow.example/v1", 0.3).ask("/models")
+        OpenAIClient.at(f"{scheme}://slow.example/v1", 0.3).ask("/models")
     assert time.monotonic() - began < 5 and caught.value.may_pass
     ended.set()
 
 
 def test_an_answer_without_end_has_a_limit_of_bytes(running, monkeypatch):
-    monkeypatch.setattr(openai_server, "LONGEST_ANSWER", 1000)
+    monkeypatch.setattr(openai_client, "LONGEST_ANSWER", 1000)
     replies(running, 200, text="x" * 1000)
-    assert len(OpenAIServer.at(running.url, 5.0).ask("/models")) == 1000
+    assert len(OpenAIClient.at(running.url, 5.0).ask("/models")) == 1000
     replies(running, 200, text="x" * 1001)
     with refused("1,000", error=ServerError) as caught:
-        OpenAIServer.at(running.url, 5.0).ask("/models", retries=3)
+        OpenAIClient.at(running.url, 5.0).ask("/models", retries=3)
     assert not caught.value.may_pass
 
 
@@ -176,7 +176,7 @@ def test_what_is_no_http_is_told_in_one_line(head):
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         with refused("reached", error=ServerError) as caught:
-            OpenAIServer.at(url, 5.0).ask("/completions", {})
+            OpenAIClient.at(url, 5.0).ask("/completions", {})
     assert "\n" not in str(caught.value)
 
 
@@ -184,20 +184,20 @@ def test_what_is_no_http_is_told_in_one_line(head):
 def test_what_is_no_json_object_is_an_answer_that_cannot_be_used(running, text):
     replies(running, 200, text=text)
     with refused("JSON", error=ServerError) as caught:
-        OpenAIServer.at(running.url, 5.0).ask_object("/models", retries=3)
+        OpenAIClient.at(running.url, 5.0).ask_object("/models", retries=3)
     assert not caught.value.may_pass and len(str(caught.value)) < 1000
 
 
 def test_long_words_of_a_server_are_cut_and_control_no_terminal(running):
     replies(running, 400, text="\x1b[2Jno \x08such model, " + "x" * 9000)
     with refused("400 no such model", error=ServerError) as caught:
-        OpenAIServer.at(running.url, 5.0).ask("/models")
+        OpenAIClient.at(running.url, 5.0).ask("/models")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1100
 
 
 def test_a_host_that_no_name_server_takes_is_told():
     with refused("reached", error=ServerError):
-        OpenAIServer.at(f"http://{'a' * 70}.b/v1", 5.0).ask("/models")
+        OpenAIClient.at(f"http://{'a' * 70}.b/v1", 5.0).ask("/models")
 
 
 @pytest.mark.parametrize("status", [200, 400])
@@ -210,7 +210,7 @@ def test_secrets_that_a_server_repeats_are_removed(running, monkeypatch, status)
         " tok-CANARY"
     )
     replies(running, status, text=said)
-    server = OpenAIServer.at(url, 5.0)
+    server = OpenAIClient.at(url, 5.0)
     try:
         told = server.ask("/models")
     except ServerError as error:
@@ -222,10 +222,10 @@ def test_secrets_that_a_server_repeats_are_removed(running, monkeypatch, status)
 
 def test_no_answer_is_told_as_one(running):
     with refused("reached refused", error=ServerError) as caught:
-        OpenAIServer.at("http://127.0.0.1:9/v1", 5.0).ask("/models")
+        OpenAIClient.at("http://127.0.0.1:9/v1", 5.0).ask("/models")
     assert caught.value.status is None and caught.value.may_pass
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         refused("0.1 timed out", error=ServerError),
     ):
-        OpenAIServer.at(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.1).ask("/models")
+        OpenAIClient.at(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.1).ask("/models")

@@ -49,7 +49,7 @@ CHUNK_TOKENS = MOST_NEW_TOKENS
 PENDING_TOKENS = 8192
 """Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
 
-ModelState = Any
+ExpandState = Any
 """State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and
 `replace`."""
 DraftModel = DraftHead | AssistantModel
@@ -63,7 +63,7 @@ Watcher = Callable[[Tensor, Tensor, Tensor], None]
 class Progress:
     """A model's state, and the part of the text that it has not read yet."""
 
-    state: ModelState = None
+    state: ExpandState = None
     empty: bool = True
     """Whether the model has read nothing yet."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Progress:
         return self.prompt_tokens + len(self.steps)
 
 
-class ModelRows:
+class DraftModelState:
     """A draft model and its state of each row."""
 
     def __init__(self, model: DraftModel, modules: TargetModules) -> None:
@@ -190,7 +190,7 @@ class ModelRows:
         )
         self.progress = Progress(self._in_a_known_cache(state))
 
-    def _in_a_known_cache(self, state: ModelState) -> ModelState:
+    def _in_a_known_cache(self, state: ExpandState) -> ExpandState:
         """Return the state with the cache of an earlier generation, if one fits.
 
         Recorded functions read a cache where it lies.
@@ -346,7 +346,7 @@ class ModelRows:
         if hasattr(state, "lengths_B"):
             self.progress.state = dataclasses.replace(state, lengths_B=state.lengths_B - lengths_B)
 
-    def catch_up(self) -> ModelState:
+    def catch_up(self) -> ExpandState:
         """The model's state after it has read everything that is pending, or its last part."""
         # 1. Leave out what the model's window would not see.
         if self.progress.chunks:
@@ -433,7 +433,7 @@ class ModelRows:
         progress.chunks = [chunk.of(rows_R, chunk.lengths_B[rows_R]) for chunk in progress.chunks]
         progress.steps = [step.of(rows_R, step.lengths_B[rows_R]) for step in progress.steps]
 
-    def replace(self, rows_R: Tensor, other: ModelRows) -> None:
+    def replace(self, rows_R: Tensor, other: DraftModelState) -> None:
         """Overwrite these rows by those of `other`."""
         theirs = other.catch_up()
         self.progress.state = self.catch_up().replace(rows_R, theirs)
@@ -441,8 +441,8 @@ class ModelRows:
         self._extend(0)  # a new row may be longer than all others
 
     def expand(
-        self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor
-    ) -> tuple[Tensor, ModelState]:
+        self, state: ExpandState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, ExpandState]:
         """Return logits [B, W, D] after each node of a frontier, and the state with it."""
         logits_BWD, state = self.model.expand(state, tokens_BW, parents_BW)
         if self._watcher is not None:
