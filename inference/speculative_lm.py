@@ -67,7 +67,7 @@ from .targets.prompt_inputs import is_prompt_input
 from .text.chat import Chat
 from .text.streaming import streamed
 from .trees.logits import TreeLogitsProcessor
-from .trees.sampling import RandomSampler, Sampler
+from .trees.sampling import RandomSampler
 from .trees.stats import Stats
 from .trees.tree_spec import TreeSpec
 from .trees.verify import AcceptanceRule, check_rule_name, greedy, is_lossy, top_down_rule
@@ -82,7 +82,7 @@ KEPT_OF_CALLS = 8
 class Call:
     """One call of `generate`, besides the prompts and the settings that transformers resolves."""
 
-    sampler: Sampler
+    sampler: RandomSampler
     streamer: BaseStreamer | None = None
     max_batch_size: int | None = None
     past: Conversation | None = None

@@ -24,7 +24,7 @@ from ...inference.trees.verify import depth_first
 
 Draw = dict[str, Any]
 Trial = tuple[float, float, float]
-"""A call of `Sampler.accept`: uniform number, probability, and 1 if it was accepted."""
+"""A call of `RandomSampler.accept`: uniform number, probability, and 1 if it was accepted."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ...inference.drafters.draft_model_state import DraftModel
 from ...inference.drafters.round import Round
 from ...inference.drafters.tree_policies import draft_model_states
 from ...inference.rounds.observers import DecodingCall, RoundObserver
-from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
+from ...inference.trees.sampling import PositionSampler, RandomSampler, finest, sampler_by
 from ...inference.trees.stats import PARTS, Stats
 from ...inference.trees.tree_spec import TreeKind
 from ...inference.trees.verify import (
@@ -61,7 +61,7 @@ accepted path."""
 class RecordingSampler(RandomSampler):
     """A sampler that keeps another's random numbers and the probabilities that they decided on."""
 
-    def __init__(self, inner: Sampler) -> None:
+    def __init__(self, inner: RandomSampler) -> None:
         super().__init__(inner.generator)
         self.inner = inner
         self.trials: list[tuple[Tensor, Tensor, Tensor]] = []

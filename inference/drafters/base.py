@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..trees.sampling import Sampler
+from ..trees.sampling import RandomSampler
 from ..trees.tree import DraftTree
 from ..trees.tree_spec import ROOT, TreeKind
 from .round import Round
@@ -34,7 +34,7 @@ class DraftContext:
     capacity: int
     """Largest number of tokens in a row: the longest prompt, all new tokens, and a tree after
     them."""
-    sampler: Sampler
+    sampler: RandomSampler
     """Draws sampled drafts."""
     draft_probs: Callable[[Tensor], Tensor] | None
     """Maps draft logits [..., V] to the probabilities to sample from, at the user's settings; None

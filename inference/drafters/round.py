@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...heads.layers.constants import Download
 from ..engines.base import TargetOutput
-from ..trees.sampling import Sampler
+from ..trees.sampling import RandomSampler
 from ..trees.tree import DraftTree
 
 
@@ -77,7 +77,7 @@ class Round:
     scores_BNV: Tensor
     """What the rule decided on: the target's logits after every logits processor, in at least
     float32."""
-    numbers: Tensor | Sampler | None = None
+    numbers: Tensor | RandomSampler | None = None
     """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a
     sampler that draws for itself; None where the rule draws none."""
     tokens: Sequence[list[int]] = ()

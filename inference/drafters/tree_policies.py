@@ -27,7 +27,7 @@ from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
-from ..trees.sampling import RandomSampler, Sampler
+from ..trees.sampling import RandomSampler
 from ..trees.tree import DraftTree
 from ..trees.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeKind, TreeShape
 from ..tuning.tree_search import prune
@@ -65,7 +65,7 @@ class HeadDrafter(BatchDrafter):
         self.feature_layers = model_state.model.feature_layers
         self.depth = tree.depth
         self.max_nodes = tree.size
-        self._sampler: Sampler = RandomSampler()
+        self._sampler: RandomSampler = RandomSampler()
         self._draft_probs: Callable[[Tensor], Tensor] | None = None
         self._gumbel: Callable[[int], Tensor] | None = None
 

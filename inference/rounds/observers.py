@@ -31,7 +31,7 @@ from ..drafters.base import BatchDrafter, PrefillChunk
 from ..drafters.round import Round
 from ..engines.target import Target
 from ..trees.logits import TreeLogitsProcessor
-from ..trees.sampling import Sampler
+from ..trees.sampling import RandomSampler
 from ..trees.stats import Stats
 from ..trees.verify import AcceptanceRule
 from .noise import PositionNoise
@@ -46,7 +46,7 @@ class DecodingCall:
     drafter: BatchDrafter
     rule: AcceptanceRule
     process_logits: TreeLogitsProcessor
-    sampler: Sampler
+    sampler: RandomSampler
     """Source of randomness for drafts and for the acceptance rule."""
     sequences: Sequences
     """The rows, live: `prompts` and new tokens (`rows`) by their number in the call, and which of

@@ -22,7 +22,10 @@ def finest(device: torch.device) -> torch.dtype:
 
 @dataclass(eq=False)
 class RandomSampler:
-    """Source of randomness for drafts and acceptance rules: `generator`, or torch's global one."""
+    """Source of randomness for drafts and acceptance rules: `generator`, or torch's global one.
+
+    Also the interface of samplers: a test's enumerates all outcomes instead.
+    """
 
     generator: torch.Generator | None = None
     live: tuple[bool, ...] | None = field(default=None, init=False)
@@ -98,10 +101,6 @@ def _rank_among_live(live: tuple[bool, ...], device: torch.device) -> Tensor:
     # (True, False, True): [0, 0, 1], so numbers [a, b] of the live rows become [a, a, b].
     ranks = [sum(live[:row]) if live[row] else 0 for row in range(len(live))]
     return upload(ranks, device)
-
-
-Sampler = RandomSampler
-"""The interface of samplers; a test's enumerates instead of sampling."""
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import constants, counting
-from .sampling import Sampler
+from .sampling import RandomSampler
 from .tree import DraftTree
 from .tree_spec import ROOT, TreeKind, TreeShape
 
@@ -56,7 +56,7 @@ class VerifyResult:
     """The emitted tokens, padded; None where `emitted_tokens` reads them from the path."""
 
 
-AcceptanceRule = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
+AcceptanceRule = Callable[[DraftTree, Tensor, RandomSampler], VerifyResult]
 """An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1
 numbers a row."""
 EPSILON = 0.09
@@ -77,7 +77,7 @@ def emitted_tokens(tree: DraftTree, result: VerifyResult) -> Tensor:
     )
 
 
-def greedy(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+def greedy(tree: DraftTree, scores_BNV: Tensor, sampler: RandomSampler) -> VerifyResult:
     """Accept what equals the target's best token; lossless with respect to greedy decoding.
 
     `sampler` is not used.
@@ -85,7 +85,7 @@ def greedy(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResul
     return follow(tree, scores_BNV.argmax(-1))
 
 
-def point_mass(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+def point_mass(tree: DraftTree, scores_BNV: Tensor, sampler: RandomSampler) -> VerifyResult:
     """Accept drafts that equal a token drawn from the target.
 
     The rule is lossless for any tree made independently of the draws.
@@ -138,7 +138,7 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
 
 
 def without_replacement(
-    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool = False
+    tree: DraftTree, scores_BNV: Tensor, sampler: RandomSampler, replace: bool = False
 ) -> VerifyResult:
     """Accept or reject child by child against the target's residual.
 
@@ -183,7 +183,7 @@ with_replacement: AcceptanceRule = partial(without_replacement, replace=True)
 """The same, lossless for children that were sampled independently."""
 
 
-def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: RandomSampler) -> VerifyResult:
     """Accept the whole path to a leaf, or remove the leaf and continue with the rest of the tree.
 
     For children sampled without replacement. weight_B[n] is the probability with which the path to
@@ -236,7 +236,7 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
 def typical(
     tree: DraftTree,
     scores_BNV: Tensor,
-    sampler: Sampler,
+    sampler: RandomSampler,
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> VerifyResult:

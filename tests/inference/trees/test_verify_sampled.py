@@ -133,7 +133,7 @@ class World:
 
     def _children(self, probs, count, taken=()):
         """Every way of drawing `count` tokens; where they run out, impossible ones follow, as in
-        `Sampler.distinct`."""
+        `RandomSampler.distinct`."""
         if len(taken) == count:
             return [(taken, 1.0)]
         found = []
