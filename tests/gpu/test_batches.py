@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 import torch
-from helpers import DEVICE, head_for
+from helpers import DEVICE, VOCAB, head_for
 
-from headstart.inference import SpeculativeLM, inputs
+from headstart.inference import RoundObserver, SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
 
 pytestmark = [
@@ -156,6 +156,31 @@ def test_a_head_that_reads_later_what_plain_steps_emitted(lms, there):
     for _ in range(2):
         _, found = written(away, prompts.to(away.target.device), do_sample=False)
         assert found == expected
+
+
+class Drafts(RoundObserver):
+    """Keeps the tokens of every round's tree."""
+
+    def __init__(self):
+        self.seen = []
+
+    def round(self, finished):
+        self.seen.append(finished.proposed.tokens_BN.tolist())
+
+
+def test_a_head_with_a_window_drafts_what_it_drafts_on_a_cpu(on_cpu, there):
+    options = {"sliding_window": 5, "num_layers": 2, "depth": 3}
+    head = head_for(on_cpu, "eagle3", 0.2, seed=2, **options)
+    prompt = torch.randint(1, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
+    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
+    drafts = []
+    for target in (on_cpu, there):
+        own = copy.deepcopy(head).to(target.device)
+        lm = SpeculativeLM.from_pretrained(target, own, tree="dynamic:8:3:2", adaptive=False)
+        lm.observers.append(Drafts())
+        lm.generate(prompt.to(target.device), **settings)
+        drafts.append(lm.observers[0].seen)
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10
 
 
 @pytest.mark.parametrize("tokens", [700, 1000])
