@@ -12,7 +12,7 @@ from .drafters.base import BatchDrafter
 from .drafters.by_name import DrafterSource, make_drafter
 from .drafters.history import EARLIER_TOKENS
 from .drafters.text_index import TextIndex
-from .drafters.tree_policies import draft_model_states
+from .drafters.tree_policies import model_states
 from .engines.target import Target
 from .trees.tree_spec import TreeSpec
 from .trees.verify import AcceptanceRule, choose_rule
@@ -60,7 +60,7 @@ class Drafting:
     @property
     def head_in_engine(self) -> DraftHead | None:
         """The head as it drafts, which may be a copy in the target's engine; None without one."""
-        for state in draft_model_states(self.drafter):
+        for state in model_states(self.drafter):
             if isinstance(state.model, DraftHead):
                 return state.model
         return None
@@ -103,7 +103,7 @@ def drafting_for(
     )
     drafter = with_tree(tree)
     target.check_layers(drafter.feature_layers)
-    for state in draft_model_states(drafter):
+    for state in model_states(drafter):
         state.use(target.engine)
     # 3. The rule, which must fit the drafter's trees.
     return Drafting(drafter, acceptance, lossy, head, provenance, with_tree)

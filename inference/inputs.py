@@ -27,7 +27,7 @@ from .cache.kv_cache import free_memory
 from .drafters.base import BatchDrafter
 from .drafters.by_name import assistants
 from .drafters.draft_model import within
-from .drafters.tree_policies import draft_model_states
+from .drafters.tree_policies import model_states
 from .engines.encoder_decoder import Seq2SeqTarget
 from .engines.target import Target
 from .rounds.sequences import Conversation
@@ -464,9 +464,7 @@ def check_size(
     bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
     needed = {
         "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
-        "the drafts'": sum(
-            model.cache_bytes(rows, tokens) for model in draft_model_states(drafter)
-        ),
+        "the drafts'": sum(model.cache_bytes(rows, tokens) for model in model_states(drafter)),
         "logits": scores * bytes_of_score,
     }
     total = sum(needed.values())

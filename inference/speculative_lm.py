@@ -35,7 +35,7 @@ from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants
 from .drafters.costs import measured_costs
 from .drafters.history import HistoryDrafter
-from .drafters.tree_policies import draft_model_states
+from .drafters.tree_policies import model_states
 from .drafters.validated import validated
 from .drafting import Drafting, drafting_for
 from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
@@ -302,7 +302,7 @@ class SpeculativeLM:
         """
         with as_loaded(self.target.model):
             self.target.compile(mode)
-        for state in draft_model_states(self.drafter):
+        for state in model_states(self.drafter):
             state.use(self.target.engine)
         return self
 
@@ -319,7 +319,7 @@ class SpeculativeLM:
         with self.target.lock:
             self.target.refresh()
             for drafting in (self.drafting, *self._of_calls.values()):
-                for state in draft_model_states(drafting.drafter):
+                for state in model_states(drafting.drafter):
                     state.renew(force=True)
         return self
 
@@ -648,7 +648,7 @@ class SpeculativeLM:
             target.check_decoding()
             # Weights that changed since the last call are copied again, where copies compute.
             target.renew()
-            for state in draft_model_states(drafter):
+            for state in model_states(drafter):
                 state.use(target.engine)
                 state.renew()
             check_size(target, drafter, prompts, new_tokens, together)

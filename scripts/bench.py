@@ -195,12 +195,12 @@ def _compare(
     """
     import torch
 
-    from headstart.inference.drafters.tree_policies import draft_model_states
+    from headstart.inference.drafters.tree_policies import model_states
     from headstart.inference.tuning.machine import turns
 
     # The tokens that the head can draft; None if these are all, or there is no head.
     vocabulary_D = None
-    heads = [state.model for state in draft_model_states(fast.drafter)]
+    heads = [state.model for state in model_states(fast.drafter)]
     if heads and heads[0].draft_vocab_size < fast.target.info.vocab_size:
         ids_D = torch.arange(heads[0].draft_vocab_size, device=fast.target.device)
         vocabulary_D = heads[0].target_tokens(ids_D)

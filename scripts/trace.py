@@ -155,12 +155,12 @@ def record(
 
 def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
     """Return `generate`'s argument `tree`: a dynamic one if a head drafts and none is named."""
-    from headstart.inference.drafters.tree_policies import draft_model_states
+    from headstart.inference.drafters.tree_policies import model_states
     from headstart.inference.tuning.tree_search import default_dynamic_tree
 
     if config.tree != "auto" or not config.head or config.adaptive:
         return {}
-    head = draft_model_states(lm.drafter)[0].model
+    head = model_states(lm.drafter)[0].model
     log.info(
         f"{NODES} nodes in every round, to look at; --adaptive true shows headstart's own choice of"
         " trees"

@@ -24,7 +24,7 @@ from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.draft_model_state import DraftModel
 from ...inference.drafters.round import Round
-from ...inference.drafters.tree_policies import draft_model_states
+from ...inference.drafters.tree_policies import model_states
 from ...inference.rounds.observers import DecodingCall, RoundObserver
 from ...inference.trees.sampling import PositionSampler, RandomSampler, finest, sampler_by
 from ...inference.trees.stats import PARTS, Stats
@@ -135,7 +135,7 @@ class Recorder:
         """Index in `Trace.data` of each token that occurs."""
         self.tokens = call.sequences.rows[0]
         """New tokens."""
-        heads = [state.model for state in draft_model_states(call.drafter)]
+        heads = [state.model for state in model_states(call.drafter)]
         has_head = bool(heads) and isinstance(heads[0], DraftHead)
         self.about = {
             "target": call.target.name,
@@ -156,7 +156,7 @@ class Recorder:
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
         in it or -1."""
         self._watching = ExitStack()
-        for state in draft_model_states(call.drafter):
+        for state in model_states(call.drafter):
             if self._model is None:
                 self._model = state.model
             self._watching.enter_context(state.watched(self._watch))

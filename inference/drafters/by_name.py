@@ -34,7 +34,7 @@ from .draft_model_state import DraftModel, DraftModelState
 from .history import HistoryDrafter
 from .specs import DrafterSpec, History, SmallerModel, drafter_spec
 from .text_index import SEPARATOR, TextIndex
-from .tree_policies import DynamicTree, EarlyExitChain, HeadDrafter, StaticTree, draft_model_states
+from .tree_policies import DynamicTree, EarlyExitChain, HeadDrafter, StaticTree, model_states
 from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
@@ -141,19 +141,17 @@ def tree_drafter(
     head: DraftModel, tree: TreeSpec, modules: TargetModules
 ) -> HeadDrafter | AdaptiveDrafter:
     """A draft model with the tree that is given; of several, each round takes one."""
-    model_state = DraftModelState(head, modules)
-    drafters = [_policy_drafter(model_state, policy) for policy in tree_policies(tree)]
+    state = DraftModelState(head, modules)
+    drafters = [_policy_drafter(state, policy, None) for policy in tree_policies(tree)]
     return drafters[0] if len(drafters) == 1 else AdaptiveDrafter(drafters, plain=False)
 
 
-def _policy_drafter(
-    model_state: DraftModelState, policy: TreePolicy, budget: int | None = None
-) -> HeadDrafter:
+def _policy_drafter(state: DraftModelState, policy: TreePolicy, budget: int | None) -> HeadDrafter:
     if isinstance(policy, DynamicShape):
-        return DynamicTree(model_state, policy, budget)
+        return DynamicTree(state, policy, budget)
     if isinstance(policy, EarlyExitShape):
-        return EarlyExitChain(model_state, policy, budget)
-    return StaticTree(model_state, policy, budget)
+        return EarlyExitChain(state, policy, budget)
+    return StaticTree(state, policy, budget)
 
 
 def auto_trees(
@@ -186,16 +184,16 @@ def _head_drafter(target: Target, head: DraftHead, tree: TreeSpec, adaptive: boo
     policies = auto_trees(head, metadata, machine, costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]
-    model_state = DraftModelState(head, target.draft_modules)
+    state = DraftModelState(head, target.draft_modules)
     trees = []
     for policy in policies:
-        trees.append(_policy_drafter(model_state, policy, batch_budget(policy, target.device)))
+        trees.append(_policy_drafter(state, policy, batch_budget(policy, target.device)))
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
 def assistants(drafter: BatchDrafter) -> list[Target]:
     """The smaller models that draft in a drafter."""
-    models = [state.model for state in draft_model_states(drafter)]
+    models = [state.model for state in model_states(drafter)]
     return [model.model for model in models if isinstance(model, AssistantModel)]
 
 

@@ -41,7 +41,7 @@ class HeadDrafter(BatchDrafter):
 
     def __init__(
         self,
-        model_state: DraftModelState,
+        state: DraftModelState,
         tree: TreeShape | DynamicShape | EarlyExitShape,
         budget: int | None = None,
     ) -> None:
@@ -53,16 +53,16 @@ class HeadDrafter(BatchDrafter):
         Raises:
             ValueError: a tree deeper than the head drafts.
         """
-        most = model_state.model.max_depth
+        most = state.model.max_depth
         if tree.depth > most:
             raise ValueError(
                 f"the tree is {tree.depth} deep, but the head drafts at most {most} tokens"
             )
-        model_state.make_room(tree.depth, tree.expanded)
-        self.model_state = model_state
+        state.make_room(tree.depth, tree.expanded)
+        self.model_state = state
         self.shape = tree
         self.budget = budget
-        self.feature_layers = model_state.model.feature_layers
+        self.feature_layers = state.model.feature_layers
         self.depth = tree.depth
         self.max_nodes = tree.size
         self._sampler: RandomSampler = RandomSampler()
@@ -84,10 +84,10 @@ class HeadDrafter(BatchDrafter):
     def fresh(self) -> Self:
         return self.on(self.model_state.fresh())
 
-    def on(self, model_state: DraftModelState) -> Self:
+    def on(self, state: DraftModelState) -> Self:
         """The same tree, grown from another state."""
         other = copy.copy(self)
-        other.model_state = model_state
+        other.model_state = state
         return other
 
     def begin(self, context: DraftContext) -> None:
@@ -190,7 +190,7 @@ class HeadDrafter(BatchDrafter):
         return self.head.target_tokens(sampled_BWR), probs_BWV
 
 
-def draft_model_states(drafter: BatchDrafter) -> list[DraftModelState]:
+def model_states(drafter: BatchDrafter) -> list[DraftModelState]:
     """The draft models in a drafter, each once."""
     models: list[DraftModelState] = []
     for part in drafter.nested():
@@ -270,20 +270,17 @@ class StaticTree(HeadDrafter):
     shape: TreeShape
 
     def __init__(
-        self,
-        model_state: DraftModelState,
-        tree: TreeShape | SampledShape,
-        budget: int | None = None,
+        self, state: DraftModelState, tree: TreeShape | SampledShape, budget: int | None = None
     ) -> None:
         shape = tree.shape if isinstance(tree, SampledShape) else tree
         widest = max((level.width for level in shape.levels), default=0)
-        known = model_state.model.draft_vocab_size
+        known = state.model.draft_vocab_size
         if widest > known:
             raise ValueError(
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary"
                 f" has {known}"
             )
-        super().__init__(model_state, shape, budget)
+        super().__init__(state, shape, budget)
         if isinstance(tree, SampledShape):
             self.kind = tree.kind
 
@@ -383,14 +380,14 @@ class DynamicTree(HeadDrafter):
     """
 
     def __init__(
-        self, model_state: DraftModelState, tree: DynamicShape, budget: int | None = None
+        self, state: DraftModelState, tree: DynamicShape, budget: int | None = None
     ) -> None:
-        self.width = min(tree.width, model_state.model.draft_vocab_size)
+        self.width = min(tree.width, state.model.draft_vocab_size)
         # The root, its `width` children, and `width` children of `width` nodes at each later depth.
         candidates = 1 + self.width + (tree.depth - 1) * self.width**2
         size = min(tree.size, candidates)
         shape = dataclasses.replace(tree, size=size, width=self.width)
-        super().__init__(model_state, shape, budget)
+        super().__init__(state, shape, budget)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes
@@ -519,9 +516,9 @@ class EarlyExitChain(HeadDrafter):
     shape: EarlyExitShape
 
     def __init__(
-        self, model_state: DraftModelState, tree: EarlyExitShape, budget: int | None = None
+        self, state: DraftModelState, tree: EarlyExitShape, budget: int | None = None
     ) -> None:
-        super().__init__(model_state, tree, budget)
+        super().__init__(state, tree, budget)
         self.kind = "sampled_chain" if tree.sampled else "top_k"
 
     def propose(self, roots_B: Tensor) -> DraftTree:

@@ -15,7 +15,7 @@ from headstart.heads.base import TargetInfo
 from headstart.heads.checkpoints.files import CONFIG_FILE, section_of
 from headstart.heads.checkpoints.hub import local_folder
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.tree_policies import draft_model_states
+from headstart.inference.drafters.tree_policies import model_states
 from headstart.inference.text.chat_template import data_origin
 from headstart.scripts.command_line import SpeculativeOptions
 
@@ -150,7 +150,7 @@ def usual_causes(fast: SpeculativeLM, config: SpeculativeOptions) -> list[str]:
         **data_origin(fast.target.tokenizer, config.thinking, config.template_kwargs),
     }
     unknown = "unknown (the head's files do not say)"
-    layers = [str(layer) for layer in draft_model_states(fast.drafter)[0].model.feature_layers]
+    layers = [str(layer) for layer in model_states(fast.drafter)[0].model.feature_layers]
     info: TargetInfo = fast.target.info
     return [
         f"the chat template: {trained.get('chat_template', unknown)} in training,"

@@ -123,7 +123,7 @@ def test_options_reach_the_engine_and_others_load_another(head, loaded, entrance
     assert [(each["compile"], each["dtype"]) for each in loaded] == [(False, torch.float64)]
     entrance(head)(model)
     assert [(each["compile"], each["dtype"]) for each in loaded[1:]] == [(True, "auto")]
-    with pytest.raises(ValueError, match=r"dtype bfloat16 was given.*already, in torch\.float64"):
+    with pytest.raises(ValueError, match=r"dtype bfloat16 was given.*loaded, in torch\.float64"):
         entrance(head, dtype="bfloat16")(model)
     with pytest.raises(ValueError, match="compile must be True or False, not 'yes'"):
         entrance(head, compile="yes")(model)
