@@ -402,7 +402,7 @@ def test_a_tokenizer_without_a_padding_token_will_do(config, talker, tmp_path):
     ("template", "prompts", "words"),
     [
         (None, None, "chat template"),
-        ("{{ messages[0]['content'] | lower }}", None, "changes words"),
+        ("{{ messages[0]['content'] | lower }}", None, "alters --prompts"),
         (
             "{{ raise_exception('no') }}",
             [{"prompt": "a"}, {"prompt": "b"}],
