@@ -47,7 +47,7 @@ format: $(STAMP)  ## format, and fix what lint can fix
 
 # One case of each test function, the same ones everywhere.
 test: $(STAMP)  ## every test, with one case of those that have several; JOBS=N processes
-	@echo "One case of each test: about ten minutes on two cores. make test-all runs all cases, in 30."
+	@echo "One case of each test: five minutes on two fast cores, ten on slow ones. make test-all runs all cases, in 20 to 60."
 	HEADSTART_FUZZ=30 $(PYTEST) $(PARALLEL) -m "not slow and not long" --cases 1
 	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) --cases 1 tests/gpu
 

@@ -1,5 +1,5 @@
-"""Error messages by what they name, whatever their sentence: what was wrong, what was given, what
-is valid."""
+"""Errors and warnings by what they name, whatever their sentence: what was wrong, what was given,
+what is valid."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def refused(
     with pytest.raises(error) as caught:
         yield caught
     assert not lacking(str(caught.value), *words), str(caught.value)
+
+
+@contextmanager
+def warned(*words: str, category: type[Warning] = UserWarning) -> Iterator[pytest.WarningsRecorder]:
+    """The block warns in this category, in a message that holds all of these words."""
+    with pytest.warns(category) as record:
+        yield record
+    messages = [str(warning.message) for warning in record]
+    assert any(not lacking(message, *words) for message in messages), messages
 
 
 def lacking(message: str, *words: str) -> list[str]:
