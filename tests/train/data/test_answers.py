@@ -58,7 +58,7 @@ def made_with(family, writes, row, tmp_path, monkeypatch, **options):
         answers = [ids_of(tokenizer, next(texts)) for _ in prompts]
         return [(tokens, tokens[-1] in ends) for tokens in answers]
 
-    monkeypatch.setattr(self_made, "_continue", written)
+    monkeypatch.setattr(self_made, "continue_prompts", written)
     config = SelfMadeConfig(
         target=str(tmp_path / "target"),
         output=str(tmp_path / "answers.jsonl"),
