@@ -71,7 +71,7 @@ class FeatureCache:
         for the state after the final norm.
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
-        self._locations: dict[Key, _Location] = {}
+        self.locations: dict[Key, _Location] = {}
         self._known: set[Path] = set()
         self._open: OrderedDict[Path, Any] = OrderedDict()
         self._checked: set[Key] = set()
@@ -106,7 +106,7 @@ class FeatureCache:
             for key, start, stop, checksum in zip(
                 keys, [0, *ends[:-1]], ends, checksums, strict=True
             ):
-                self._locations.setdefault(key.tobytes(), _Location(path, start, stop, checksum))
+                self.locations.setdefault(key.tobytes(), _Location(path, start, stop, checksum))
             self._known.add(path)
 
     def _shard(self, path: Path) -> Any:
@@ -119,7 +119,7 @@ class FeatureCache:
         return self._open[path]
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._locations or key in self._new
+        return key in self.locations or key in self._new
 
     def add(self, key: Key, states_TLD: Tensor) -> None:
         """Add a sequence's states.
@@ -142,7 +142,7 @@ class FeatureCache:
         """
         if key in self._new:
             return self._new[key]
-        location = self._locations[key]
+        location = self.locations[key]
         file, rows = self._shard(location.shard), slice(location.start, location.stop)
         states = file.get_slice("states")[rows]
         if states.dtype != FORMATS[self.format]:

@@ -91,7 +91,7 @@ def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what
     is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
-    monkeypatch.setattr(engines, "_timed", lambda: 1.0)
+    monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: 1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -72,6 +73,22 @@ def assert_same_losses(
     return row, other
 
 
+def curve_of(folder: str | Path) -> dict[int, list[float]]:
+    """Losses and the gradient's norm of a run's steps, by step."""
+    return {
+        row["step"]: [*row["loss"], row["gradient_norm"]] for row in log_of(folder) if "loss" in row
+    }
+
+
+def assert_same_curve(folder: str | Path, expected: str | Path, apart: float = 1e-4) -> None:
+    """Two runs have the same steps, losses and gradients, but for a relative difference."""
+    found = curve_of(folder)
+    wanted = curve_of(expected)
+    assert found.keys() == wanted.keys()
+    for step, values in wanted.items():
+        assert found[step] == pytest.approx(values, rel=apart), f"step {step}"
+
+
 def evaluations_of(folder: str | Path) -> list[dict[str, Any]]:
     return [row for row in log_of(folder) if "eval" in row]
 
@@ -83,13 +100,25 @@ def write_config(config: Any, path: str | Path) -> str:
     return str(path)
 
 
+def saved_options(folder: str | Path) -> dict[str, Any]:
+    """The options that a run has written down."""
+    return yaml.safe_load((Path(folder) / "config.yaml").read_text(encoding="utf-8"))
+
+
+def save_options(folder: str | Path, options: dict[str, Any]) -> None:
+    """Write the options of a run down, as a user who edits them."""
+    path = Path(folder) / "config.yaml"
+    path.write_text(yaml.safe_dump(json_ready(options)), encoding="utf-8")
+
+
 def last_weights(folder: str | Path) -> dict[str, Tensor]:
     """The tensors of a run's last head."""
     return load_file(Path(folder) / "last" / "model.safetensors")
 
 
-def last_bytes(folder: str | Path) -> bytes:
-    return (Path(folder) / "last" / "model.safetensors").read_bytes()
+def last_bytes(folder: str | Path, name: str = "last") -> bytes:
+    """The file of a run's last head, or its best one."""
+    return (Path(folder) / name / "model.safetensors").read_bytes()
 
 
 def random_examples(count: int, vocab: int) -> list[Example]:
@@ -107,6 +136,11 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(one[name], tensor) for name, tensor in other.items()
     )
+
+
+def assert_same_weights(folder: str | Path, expected: str | Path, atol: float = 0.0) -> None:
+    """The last heads of two runs have the same tensors, but for a difference."""
+    torch.testing.assert_close(last_weights(folder), last_weights(expected), atol=atol, rtol=0)
 
 
 def checkpoints_of(folder: str | Path) -> list[str]:

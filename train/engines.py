@@ -479,7 +479,10 @@ def _over_float32(device: torch.device) -> float:
             return 2.0
         return 0.5
     return measured_once(
-        device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive
+        device,
+        f"training step of {ROWS} rows in bfloat16 over float32",
+        bfloat16_step_ratio,
+        positive,
     )
 
 
@@ -501,7 +504,7 @@ def _warn_if_slow(precision: str, device: torch.device) -> None:
         )
 
 
-def _timed() -> float:
+def bfloat16_step_ratio() -> float:
     """Return the time of a training step under autocast over that without it.
 
     The step is a forward and a backward of two linear layers; times are medians.

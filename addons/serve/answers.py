@@ -155,7 +155,7 @@ def ask_servers(config: AnswersConfig) -> Path:
             RESUME_ADVICE,
             FREE_TO_CHANGE,
         )
-        answered, of_tokenizer = _read_answered(path)
+        answered, of_tokenizer = read_answered(path)
         if answered:
             with_tokens = of_tokenizer is not None
         if with_tokens:
@@ -210,7 +210,7 @@ def _tokenizer_of(config: AnswersConfig) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _read_answered(path: Path) -> tuple[set[int], str | None]:
+def read_answered(path: Path) -> tuple[set[int], str | None]:
     """Cut off an incomplete conversation; return the others' numbers and tokenizer fingerprint.
 
     It is None if the rows hold text alone.

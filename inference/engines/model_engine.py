@@ -282,7 +282,7 @@ class ModelEngine(Engine):
             for kind, near in NEAR.items():
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
-            masks = self._masks(visible)
+            masks = self.masks_of(visible)
 
         # 4. The forward.
         logits_BKV, features_BTF = self._unrecorded_forward(
@@ -411,7 +411,7 @@ class ModelEngine(Engine):
                     {kind: self.attention.of_tree(seen) for kind, seen in tree_slots.items()}
                 )
             else:
-                masks = self._masks(visible)
+                masks = self.masks_of(visible)
             # 0 asks for all logits. Under accelerate they are chosen afterwards, as above.
             logits_to_keep: int | Tensor = 0 if kept_K is None or self.spread else kept_K
             logits_BNV, features_BNF = self._model_forward(
@@ -465,7 +465,7 @@ class ModelEngine(Engine):
             "logits_to_keep": logits_to_keep,
         }
 
-    def _masks(self, visible: dict[str, Tensor]) -> Masks:
+    def masks_of(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
         if self.flex:
             masks: dict[str, Any] = {

@@ -602,7 +602,7 @@ BATCH_TOKENS = 120
 def states_in(folder):
     """The states of a cache, by their keys."""
     cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-    return {key: decoded(*cache.stored(key)) for key in cache._locations}
+    return {key: decoded(*cache.stored(key)) for key in cache.locations}
 
 
 def without_some(folder, to):

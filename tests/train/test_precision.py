@@ -57,7 +57,7 @@ def config(tmp_path):
 
 
 def slow(monkeypatch, ratio):
-    monkeypatch.setattr(engines, "_timed", lambda: ratio)
+    monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: ratio)
 
 
 def possible(own, target, head):
@@ -94,7 +94,7 @@ def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, tar
 
 @pytest.mark.parametrize(("own", "target", "head"), EVERY)
 def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target, head):
-    monkeypatch.setattr(engines, "_timed", lambda: pytest.fail("measured a CPU"))
+    monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: pytest.fail("measured a CPU"))
     words = formats(config(own, target, head), GPU)
     assert words[1] == ("bfloat16" if head == "auto" else head)
     if target == "auto":
@@ -149,7 +149,7 @@ def test_the_probe_times_steps_with_autocast_and_without(monkeypatch):
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(engines.F, "linear", counted)
-    assert engines._timed() == pytest.approx(1.5)
+    assert engines.bfloat16_step_ratio() == pytest.approx(1.5)
 
 
 @pytest.fixture

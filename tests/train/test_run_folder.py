@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from messages import refused
 from runs import files_of_at_most
 
-from headstart.addons.serve.answers import _read_answered
+from headstart.addons.serve.answers import read_answered
 from headstart.files import write_whole
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, OptimConfig, SelfMadeConfig, TrainConfig
@@ -151,7 +151,7 @@ def test_a_named_pipe_in_place_of_answers_is_not_waited_for(tmp_path):
     with refused("answers.jsonl pipe"):
         make_conversations(made)
     with refused("answers.jsonl pipe"):
-        _read_answered(tmp_path / "answers.jsonl")
+        read_answered(tmp_path / "answers.jsonl")
 
 
 def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):

@@ -80,7 +80,7 @@ class FileProgress:
     """Bytes of the file that belong to whole batches."""
 
 
-class _Output:
+class ConversationFile:
     """The file of conversations, and the state file beside it, by which it resumes."""
 
     def __init__(self, config: SelfMadeConfig, prompts: list[dict[str, Any]] | None) -> None:
@@ -224,7 +224,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
     rejected: list[UnusedRow] = []
     if config.prompts:
         prompts, rejected = read_prompts_to_answer(config.prompts)
-    output = _Output(config, prompts)
+    output = ConversationFile(config, prompts)
     path = output.path
     progress = output.progress
     if output.state()[1]:
@@ -295,7 +295,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
 class _Watch(RoundObserver):
     """Shows the progress of the batch after every round."""
 
-    def __init__(self, output: _Output) -> None:
+    def __init__(self, output: ConversationFile) -> None:
         self.output = output
         done = min(output.state()[0], output.total)
         self.bar = ProgressBar("conversations", output.total, done)
@@ -379,7 +379,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _make_batch(
-    lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, stop: StopFlag
+    lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: ConversationFile, stop: StopFlag
 ) -> list[Conversation]:
     """Generate the usable conversations of the next batch; not all of them if a stop is wanted."""
     config = output.config
@@ -443,7 +443,7 @@ def _answer(
     # The distribution itself: the checkpoint's own top_k and top_p do not apply.
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     sampling["do_sample"] = temperature > 0
-    answers = _continue(
+    answers = continue_prompts(
         lm, prompts, config.batch_size, config.max_new_tokens, generator, **sampling
     )
     for conversation, prompt, (tokens, finished) in zip(asked, prompts, answers, strict=True):
@@ -458,7 +458,7 @@ def _answer(
 def _generate_prompts(
     lm: SpeculativeLM,
     tokenizer: PreTrainedTokenizerBase,
-    output: _Output,
+    output: ConversationFile,
     generator: torch.Generator,
 ) -> list[dict[str, Any]]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
@@ -472,7 +472,7 @@ def _generate_prompts(
         "top_k": 0,
         "top_p": 1.0,
     }
-    generated = _continue(
+    generated = continue_prompts(
         lm,
         [list(prefix)] * output.at_once,
         config.batch_size,
@@ -498,7 +498,7 @@ def _generate_prompts(
     return prompts
 
 
-def _continue(
+def continue_prompts(
     lm: SpeculativeLM,
     prompts: list[list[int]],
     slots: int,

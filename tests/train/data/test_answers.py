@@ -18,8 +18,6 @@ from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made
 from headstart.train.data.answer_file import lines_of
 from headstart.train.data.answers import (
-    Answer,
-    Conversation,
     calls_tool,
     read_prompts_to_answer,
     readable,
@@ -43,32 +41,36 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def made_with(family, writes, row, tmp_path, monkeypatch, **options):
+@pytest.fixture
+def made_with(tmp_path, monkeypatch):
     """The rows that the command writes if the model writes one text after the other, and the
-    tokenizer."""
-    tokenizer = tokenizer_of(family)
-    ends = end_tokens(family, tokenizer)
-    model = build_model(vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = sorted(ends)
-    model.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    texts = iter(writes)
+    tokenizer: `made_with(family, writes, row)`."""
 
-    def written(lm, prompts, *_, **__):
-        answers = [ids_of(tokenizer, next(texts)) for _ in prompts]
-        return [(tokens, tokens[-1] in ends) for tokens in answers]
+    def make(family, writes, row):
+        tokenizer = tokenizer_of(family)
+        ends = end_tokens(family, tokenizer)
+        model = build_model(vocab_size=len(tokenizer))
+        model.generation_config.eos_token_id = sorted(ends)
+        model.save_pretrained(tmp_path / "target")
+        tokenizer.save_pretrained(tmp_path / "target")
+        texts = iter(writes)
 
-    monkeypatch.setattr(self_made, "_continue", written)
-    config = SelfMadeConfig(
-        target=str(tmp_path / "target"),
-        output=str(tmp_path / "answers.jsonl"),
-        prompts=write_rows(tmp_path / "prompts.jsonl", [row]),
-        dtype="float32",
-        min_distinct=0.0,
-        template_kwargs=family.variables,
-        **options,
-    )
-    return rows_of(make_conversations(config)), tokenizer
+        def written(lm, prompts, *_, **__):
+            answers = [ids_of(tokenizer, next(texts)) for _ in prompts]
+            return [(tokens, tokens[-1] in ends) for tokens in answers]
+
+        monkeypatch.setattr(self_made, "continue_prompts", written)
+        config = SelfMadeConfig(
+            target=str(tmp_path / "target"),
+            output=str(tmp_path / "answers.jsonl"),
+            prompts=write_rows(tmp_path / "prompts.jsonl", [row]),
+            dtype="float32",
+            min_distinct=0.0,
+            template_kwargs=family.variables,
+        )
+        return rows_of(make_conversations(config)), tokenizer
+
+    return make
 
 
 ENDS = ("finished", "cut off", "cut off in the reasoning")
@@ -82,7 +84,7 @@ ENDS = ("finished", "cut off", "cut off in the reasoning")
         for place, end in enumerate(ENDS)
     ],
 )
-def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name, end, with_system):
+def test_what_is_trained_on_is_what_the_model_wrote(made_with, name, end, with_system):
     family = FAMILIES[name]
     system = [SYSTEM] if with_system else []
     writes = [family.written(THOUGHT, CONTENT, False), family.written("so " + THOUGHT, "no", False)]
@@ -90,15 +92,9 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
         writes[1] = writes[1].removesuffix(family.ends[0])
     elif end == "cut off in the reasoning":
         writes[1] = writes[1].partition(THOUGHT)[0] + "6*2" if family.reasons else "n"
-    row = {
-        "messages": [
-            *system,
-            user("one"),
-            {"role": "assistant", "content": "another model's"},
-            user("two"),
-        ]
-    }
-    found, tokenizer = made_with(family, writes, row, tmp_path, monkeypatch)
+    foreign = {"role": "assistant", "content": "another model's"}
+    row = {"messages": [*system, user("one"), foreign, user("two")]}
+    found, tokenizer = made_with(family, writes, row)
     history = [*system, user("one")]
     for text in writes:
         written = ids_of(tokenizer, text)
@@ -110,10 +106,7 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
     for row in found:
         # nothing is rendered
         (example,) = encode(check_row(row, "here"), tokenizer, frozenset(), 10_000)
-        assert (example.tokens, example.loss_mask) == (
-            row["input_ids"],
-            [bool(own) for own in row["loss_mask"]],
-        )
+        assert (example.tokens, example.loss_mask) == (row["input_ids"], row["loss_mask"])
         assert row["tokenizer"] == tokenizer_provenance(tokenizer)["tokenizer"]
         check_conversation({"messages": row["messages"]}, "here")
     masked = sum(sum(row["loss_mask"]) for row in found)
@@ -140,15 +133,16 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
     ],
 )
 def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
-    tmp_path, monkeypatch, name, content, system, rows
+    made_with, name, content, system, rows
 ):
     family = FAMILIES[name]
     writes = [family.written(THOUGHT, content, False)] * 2
     row = {"messages": [*system, user("one"), user("one more")], "follow_up": "two"}
-    found, _ = made_with(family, writes, row, tmp_path, monkeypatch)
-    assert len(found) == rows
+    found, tokenizer = made_with(family, writes, row)
     assert [row.get("sequence") for row in found] == ([1, 2] if rows == 2 else [None])
     assert [len(row["messages"]) for row in found] == [3 + len(system), 5 + len(system)][-rows:]
+    written = [len(ids_of(tokenizer, text)) for text in writes]
+    assert [row["tokens"] for row in found] == (written if rows == 2 else [sum(written)])
 
 
 @pytest.mark.parametrize(
@@ -212,22 +206,18 @@ def test_an_answer_can_be_read(name, prompt, text, message):
 def test_an_end_token_that_is_an_ordinary_word_is_not_part_of_the_message():
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     (end,) = ids_of(tokenizer, "\n")
-    assert (
-        readable(tokenizer, [], [*ids_of(tokenizer, "yes"), end], frozenset({end}))["content"]
-        == "yes"
-    )
+    answer = [*ids_of(tokenizer, "yes"), end]
+    assert readable(tokenizer, [], answer, frozenset({end}))["content"] == "yes"
 
 
 @pytest.mark.parametrize(
     "name", ["qwen3", "qwen3, no thinking", "r1", "deepseek-v3.1, thinking", "mistral", "harmony"]
 )
-def test_a_conversation_stops_where_a_tools_result_must_follow(tmp_path, monkeypatch, name):
+def test_a_conversation_stops_where_a_tools_result_must_follow(made_with, name):
     family = FAMILIES[name]
     row = {"messages": [user("one"), user("two")], "follow_up": "three"}
-    found, tokenizer = made_with(
-        family, [family.written(THOUGHT, "", True)], row, tmp_path, monkeypatch
-    )
-    assert len(found) == 1 and len(found[0]["messages"]) == 3
+    (found,), tokenizer = made_with(family, [family.written(THOUGHT, "", True)], row)
+    assert len(found["messages"]) == 3
     assert not calls_tool(tokenizer, ids_of(tokenizer, "a tool, call it"))
 
 
@@ -265,22 +255,16 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]},
         {"prompt": "a", "completion": "x"},
     ]
-    path = tmp_path / "prompts.jsonl"
-    found, rejected = read_prompts_to_answer(write_rows(path, rows))
-    said = [[[message["content"] for message in turn] for turn in row["turns"]] for row in found]
-    assert said == [
-        [["a"], ["b"]],
-        [["a"], ["b"], ["c"]],
-        [["a"], ["b"]],
-        [["a"], ["b"]],
-        [["a"]],
-        [["a"]],
-    ]
+    found, rejected = read_prompts_to_answer(write_rows(tmp_path / "prompts.jsonl", rows))
+    said = ["".join(message["content"] for (message,) in row["turns"]) for row in found]
+    assert said == ["ab", "abc", "ab", "ab", "a", "a"]
     assert found[2]["tools"] == [{"type": "function"}] and found[0]["kind"] == "short"
     assert rejected == []
-    path.write_text("", encoding="utf-8")
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
     with refused("prompts.jsonl empty"):
-        read_prompts_to_answer(path)
+        read_prompts_to_answer(write_rows(tmp_path / "prompts.jsonl", []))
 
 
 BAD_PROMPTS = [
@@ -296,55 +280,25 @@ BAD_PROMPTS = [
 
 
 def test_a_prompt_that_cannot_be_answered_costs_that_prompt(tmp_path):
-    path = tmp_path / "prompts.jsonl"
     lines = ['{"prompt": "a"}', *(line for line, _ in BAD_PROMPTS), '{"prompt": "b"}']
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path = write_rows(tmp_path / "prompts.jsonl", lines)
     found, rejected = read_prompts_to_answer(path)
     assert [len(row["turns"]) for row in found] == [1, *[0] * len(BAD_PROMPTS), 1]
-    assert [(row.row, row.where) for row in rejected] == [
-        (number, f"{path}, line {number + 1}") for number in range(1, len(BAD_PROMPTS) + 1)
-    ]
-    for row, (_, words) in zip(rejected, BAD_PROMPTS, strict=True):
+    for number, (row, (_, words)) in enumerate(zip(rejected, BAD_PROMPTS, strict=True), start=1):
+        assert (row.row, row.where) == (number, f"{path}, line {number + 1}")
         assert not lacking(row.reason, words)
 
 
 def test_half_a_character_that_the_model_wrote_is_kept():
-    text = lines_of([{"content": "\ud83d é"}, {"content": "é"}])
-    assert [json.loads(line)["content"] for line in text.encode().decode().splitlines()] == [
-        "\ud83d é",
-        "é",
-    ]
+    rows = [{"content": "\ud83d é"}, {"content": "é"}]
+    text = lines_of(rows)
+    assert [json.loads(line) for line in text.encode().decode().splitlines()] == rows
     assert text.endswith('"é"}\n')
 
 
-def test_tools_reach_the_prompt(tmp_path, monkeypatch):
-    family = FAMILIES["qwen3"]
+def test_tools_reach_the_prompt(made_with):
     row = {"messages": [user("one")], "tools": [{"name": "f"}]}
-    (found,), tokenizer = made_with(family, ["yes<|im_end|>"], row, tmp_path, monkeypatch)
+    (found,), tokenizer = made_with(FAMILIES["qwen3"], ["yes<|im_end|>"], row)
     prompt = prompt_ids(tokenizer, [user("one")], tools=[{"name": "f"}])[0].tolist()
     assert found["input_ids"][: len(prompt)] == prompt
     assert prompt != prompt_ids(tokenizer, [user("one")])[0].tolist()
-
-
-def test_a_later_prompt_that_begins_with_an_answer_is_the_same_sequence():
-    answers = [
-        Answer(A, True, False, 2, [1, 2], [3, 4]),
-        Answer(A, True, False, 1, [1, 2, 3, 4, 5], [6]),
-        Answer(A, True, False, 2, [1, 2, 9, 5, 6], [7, 8]),
-    ]
-    conversation = Conversation(
-        {"number": 7}, [[user("a")], [user("b")], [user("c")]], None, answers
-    )
-    first, second = conversation.token_rows("print")
-    assert (first["input_ids"], first["loss_mask"]) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
-    assert (second["input_ids"], second["loss_mask"]) == (
-        [1, 2, 9, 5, 6, 7, 8],
-        [0, 0, 0, 0, 0, 1, 1],
-    )
-    assert [len(row["messages"]) for row in (first, second)] == [4, 6]
-    assert (first["number"], first["tokens"], first["sequences"], second["sequence"]) == (
-        7,
-        3,
-        2,
-        2,
-    )

@@ -9,9 +9,11 @@ import json
 import lzma
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset, DatasetDict
 from messages import refused
 from runs import write_rows
@@ -25,8 +27,11 @@ from headstart.train.data.conversations import (
     read_conversations,
 )
 
-MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+USER = {"role": "user", "content": "hi"}
+MESSAGES = [USER, {"role": "assistant", "content": "yo"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+PAIR = {"prompt": "hi", "completion": "yo"}
 
 
 ROWS = {
@@ -41,14 +46,11 @@ ROWS = {
             {"from": "gpt", "value": "yo", "role": None},
         ]
     },
-    "prompt and completion": {"prompt": "hi", "completion": "yo"},
+    "prompt and completion": PAIR,
     "the same as messages": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
     "parts": {
         "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
-            },
+            {"role": "user", "content": [{"type": "text", "text": part} for part in "hi"]},
             {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
         ]
     },
@@ -57,35 +59,43 @@ ROWS = {
 }
 
 
+@pytest.fixture
+def source_of(tmp_path):
+    """Writes rows as a source, and names it: `source_of("parquet", rows)`."""
+
+    def write(kind, rows):
+        path = tmp_path / f"data.{kind}"
+        if kind == "jsonl":
+            write_rows(path, rows)
+        elif kind == "json":
+            path.write_text("\n " + json.dumps(rows), encoding="utf-8")
+        elif kind == "parquet":
+            Dataset.from_list(rows).to_parquet(str(path))
+        elif kind == "folder of a file":
+            path.mkdir()
+            write_rows(path / "data.jsonl", rows)
+        else:
+            Dataset.from_list(rows).save_to_disk(path)
+        return str(path)
+
+    return write
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
-def test_every_format_in_every_kind_of_source_becomes_messages(tmp_path, row, kind):
-    rows = [row, row]
-    if kind == "jsonl":
-        name = write_rows(tmp_path / "data.jsonl", rows)
-    elif kind == "json":
-        name = str(tmp_path / "data.json")
-        (tmp_path / "data.json").write_text("\n " + json.dumps(rows), encoding="utf-8")
-    elif kind == "parquet":
-        name = str(tmp_path / "data.parquet")
-        Dataset.from_list(rows).to_parquet(name)
-    else:
-        name = str(tmp_path / "saved")
-        Dataset.from_list(rows).save_to_disk(name)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved"])
+def test_every_format_in_every_kind_of_source_becomes_messages(source_of, row, kind):
+    name = source_of(kind, [row, row])
     assert [each["messages"] for each in read_conversations(name)] == [MESSAGES, MESSAGES]
     assert len(read_conversations(name, 1)) == 1
 
 
 def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
-    turns = [
-        {"from": "human", "value": "a"},
-        {"from": "gpt", "value": "b"},
-        {"from": "observation", "value": "c"},
-    ]
+    speakers = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    turns = [{"from": speaker, "value": "a"} for speaker in speakers]
     row = check_conversation({"system": "s", "conversations": turns}, "here")
-    assert [(each["role"], each["content"]) for each in row["messages"]] == [
-        ("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"),
-    ]  # fmt: skip
+    system, *rest = row["messages"]
+    assert (system["role"], system["content"]) == ("system", "s")
+    assert [message["role"] for message in rest] == list(speakers.values())
     row = check_conversation({"system": "", "conversations": MESSAGES}, "here")
     assert row["messages"] == MESSAGES
 
@@ -98,54 +108,46 @@ def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
         {"role": "tool_call", "content": json.dumps(CALL["function"])},
         {"role": "assistant", "content": None, "function_call": CALL["function"]},
         {"role": "assistant", "tool_calls": [CALL]},
+        CALLED,
     ],
 )
 @pytest.mark.parametrize(
     "answer",
     [{"from": "observation", "value": "2"}, {"role": "function", "name": "add", "content": "2"}],
 )
-def test_calls_and_their_results_in_the_forms_of_other_trainers(turn, answer):
+@pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
+def test_calls_and_their_results_in_the_forms_of_other_trainers(turn, answer, tools):
     turns = [{"from": "human", "value": "1 + 1?"}, turn, answer, {"from": "gpt", "value": "2"}]
-    row = check_conversation({"conversations": turns, "tools": json.dumps([CALL])}, "here")
+    row = check_conversation({"conversations": turns, "tools": tools}, "here")
     asked, called, told, said = row["messages"]
-    assert called == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert called == CALLED
     assert (asked["role"], told["role"], told["content"]) == ("user", "tool", "2")
     assert said == {"role": "assistant", "content": "2"} and row["tools"] == [CALL]
 
 
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
-def test_tool_calls_have_null_content_and_their_arguments_as_they_came(arguments):
-    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    for message in (
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "tool_calls": [call]},
-    ):
-        row = check_conversation({"messages": [MESSAGES[0], message]}, "here")
-        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+def test_arguments_that_are_text_stay_text():
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = check_conversation({"messages": [USER, CALLED | {"tool_calls": [call]}]}, "here")
+    assert row["messages"][1]["tool_calls"] == [call]
 
 
-def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp_path):
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    rows = [{"messages": MESSAGES}, {"messages": [MESSAGES[0], called]}]
-    path = str(tmp_path / "tools.parquet")
-    Dataset.from_list(rows).to_parquet(path)
-    assert [row["messages"] for row in read_conversations(path)] == [
-        row["messages"] for row in rows
-    ]
+def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(source_of):
+    rows = [{"messages": MESSAGES}, {"messages": [USER, CALLED]}]
+    found = read_conversations(source_of("parquet", rows))
+    assert [row["messages"] for row in found] == [row["messages"] for row in rows]
 
 
-@pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
-def test_tools_may_be_the_text_of_their_schemas(tools):
-    assert check_conversation({"messages": MESSAGES, "tools": tools}, "here")["tools"] == [CALL]
+def answered(**answer):
+    return {"messages": [USER, {"role": "assistant", **answer}]}
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "JSON",
-        ),
+        (answered(tool_calls=[{"name": "f", "arguments": "{"}]), "JSON"),
+        (answered(content=None, tool_calls=3), "1 'tool_calls' 3"),
+        (answered(content=None, function_call={"arguments": "{}"}), "1 'name'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "0 ['user']"),
         ({"messages": MESSAGES, "tools": "{"}, "'tools' JSON"),
         ({"messages": MESSAGES, "tools": ["{"]}, "there 'tools' JSON"),
         ({"messages": MESSAGES, "tools": "[" * 100_000}, "'tools' JSON"),
@@ -158,9 +160,7 @@ def test_tools_may_be_the_text_of_their_schemas(tools):
         ({"prompt": 3, "completion": "x"}, "'prompt'"),
         (
             {"instruction": "a", "completion": "b"},
-            (
-                "'instruction' 'completion' lacks 'messages' 'conversations' prompt/completion 'prompt'"
-            ),
+            "'instruction' 'completion' 'messages' 'conversations' prompt/completion 'prompt'",
         ),
     ],
 )
@@ -173,27 +173,16 @@ TOKENS = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_row_of_tokens_comes_before_its_text_and_without_tokens_the_text_counts(tmp_path, kind):
-    rows = [
-        TOKENS | {"messages": MESSAGES},
-        {"input_ids": None, "loss_mask": None, "messages": MESSAGES},
-        TOKENS,
-    ]
-    name = write_rows(tmp_path / "data.jsonl", rows)
-    if kind == "parquet":
-        name = str(tmp_path / "data.parquet")
-        Dataset.from_list(rows).to_parquet(name)
-    first, second, third = (
-        check_row(row, where, "tokens") for where, row in open_source(name).read()
-    )
-    assert (
-        (first["input_ids"], first["loss_mask"])
-        == (third["input_ids"], third["loss_mask"])
-        == ([5, 6, 7], [0, 1, 1])
-    )
+def test_a_row_of_tokens_comes_before_its_text_and_without_tokens_the_text_counts(source_of, kind):
+    both = TOKENS | {"messages": MESSAGES}
+    rows = [both, {"input_ids": None, "loss_mask": None, "messages": MESSAGES}, TOKENS]
+    source = open_source(source_of(kind, rows))
+    first, second, third = (check_row(row, where, "tokens") for where, row in source.read())
+    for row in (first, third):
+        assert (row["input_ids"], row["loss_mask"]) == ([5, 6, 7], [0, 1, 1])
     assert second.get("input_ids") is None and second["messages"] == MESSAGES
     # Whoever asks for text gets the text.
-    assert check_conversation(rows[0], "here")["messages"] == MESSAGES
+    assert check_conversation(both, "here")["messages"] == MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -263,12 +252,19 @@ def test_lines_of_nothing_are_no_rows_and_are_counted(tmp_path):
         next(found)
 
 
-def test_places_do_not_depend_on_how_much_is_searched_at_once(tmp_path, monkeypatch):
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    text = "one\u2028two\u0085three\x0bfour\x1cfive"
+    rows = [{"messages": [USER, {"role": "assistant", "content": text}]}, {"messages": MESSAGES}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert read_conversations(str(path)) == rows
+
+
+def test_places_do_not_depend_on_how_much_is_searched_at_once(source_of, monkeypatch):
     rows = [{"messages": MESSAGES, "n": "x" * i} for i in range(50)]
-    path = write_rows(tmp_path / "data.jsonl", rows)
-    whole = read_conversations(path)
+    path = source_of("jsonl", rows)
     monkeypatch.setattr("headstart.train.data.conversations.SCANNED", 7)
-    assert read_conversations(path) == whole == rows
+    assert read_conversations(path) == rows
 
 
 COMPRESSED = {"jsonl.gz": gzip.compress, "jsonl.bz2": bz2.compress, "jsonl.xz": lzma.compress}
@@ -296,23 +292,16 @@ def test_compressed_json_is_read_and_trained_on_as_the_plain_file(
 
 def test_a_compression_whose_package_is_missing_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr("fsspec.available_compressions", lambda: ["gzip"])
-    path = tmp_path / "data.jsonl.zst"
-    path.write_bytes(b"x")
     with refused("data.jsonl.zst needs"):
-        read_conversations(str(path))
+        read_conversations(write_rows(tmp_path / "data.jsonl.zst", ["x"]))
 
 
 def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
-    (tmp_path / "more").mkdir()
-    for name in ("b", "a", "more/c"):
+    for name in ("b", "a", "c"):
         write_rows(tmp_path / f"{name}.jsonl", [{"messages": MESSAGES}] * 2)
-    names = [
-        str(tmp_path / "*.jsonl"),
-        str(tmp_path / "more" / "c.jsonl"),
-        str(tmp_path / "[ab].jsonl"),
-    ]
-    found = [(source.entry, Path(source.name).name) for source in open_sources(names)]
-    assert found == [(0, "a.jsonl"), (0, "b.jsonl"), (1, "c.jsonl"), (2, "a.jsonl"), (2, "b.jsonl")]
+    names = [str(tmp_path / name) for name in ("[ab].jsonl", "c.jsonl", "*.jsonl")]
+    found = [f"{source.entry}{Path(source.name).stem}" for source in open_sources(names)]
+    assert found == ["0a", "0b", "1c", "2a", "2b", "2c"]
     assert [len(source.rows) for source in open_sources(names[:1], 3)] == [2, 1]
     pattern = str(tmp_path / "none-*.jsonl")
     with refused(repr(pattern)):
@@ -322,34 +311,27 @@ def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
 @pytest.mark.parametrize("array", [False, True])
 def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
     rows = [{"messages": MESSAGES}] * 2
+    text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
     path = tmp_path / "data.json"
-    path.write_text(
-        json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig"
-    )
+    path.write_text(text, encoding="utf-8-sig")
     assert read_conversations(str(path)) == rows
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl in a folder", "text in parquet"])
-def test_a_null_that_was_meant_stays(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["jsonl", "folder of a file", "parquet"])
+def test_a_null_that_was_meant_stays(source_of, kind):
     """`datasets` keeps what differs between rows as JSON, and a text is one; only structs are
     filled with nulls."""
-    other = {"type": "function", "function": {"name": "mul", "arguments": {"b": [{"x": None}, 2]}}}
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
-    rows = [
-        {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [each]}]}
-        for each in (call, other)
+    functions = [
+        {"name": "add", "arguments": {"a": 1, "unit": None}},
+        {"name": "mul", "arguments": {"b": [{"x": None}, 2]}},
     ]
-    if kind == "text in parquet":
-        for row in rows:
-            function = row["messages"][1]["tool_calls"][0]["function"]
+    rows = []
+    for function in functions:
+        if kind == "parquet":
             function["arguments"] = json.dumps(function["arguments"])
-        Dataset.from_list(rows).to_parquet(str(tmp_path / "data.parquet"))
-        name = str(tmp_path / "data.parquet")
-    else:
-        (tmp_path / "folder").mkdir()
-        name = write_rows(tmp_path / "folder" / "data.jsonl", rows)
-        name = name if kind == "jsonl" else str(tmp_path / "folder")
-    for row, expected in zip(read_conversations(name), rows, strict=True):
+        call = {"type": "function", "function": function}
+        rows.append({"messages": [USER, CALLED | {"tool_calls": [call]}]})
+    for row, expected in zip(read_conversations(source_of(kind, rows)), rows, strict=True):
         assert row["messages"][1]["tool_calls"] == expected["messages"][1]["tool_calls"]
 
 
@@ -374,28 +356,24 @@ def local_data_set(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     for name in ("short-train", "short-test", "long-train"):
-        Dataset.from_list([{"prompt": name, "completion": str(i)} for i in range(4)]).to_parquet(
-            folder / f"{name}.parquet"
-        )
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: short\n  data_files:\n  - split: train\n    path:"
-        " short-train.parquet\n  - split: test\n    path: short-test.parquet\n- config_name: long\n"
-        "  data_files: long-train.parquet\n---\n",
-        encoding="utf-8",
-    )
+        rows = [{"prompt": name, "completion": str(i)} for i in range(4)]
+        Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    splits = [{"split": part, "path": f"short-{part}.parquet"} for part in ("train", "test")]
+    configs = [
+        {"config_name": "short", "data_files": splits},
+        {"config_name": "long", "data_files": "long-train.parquet"},
+    ]
+    page = f"---\n{yaml.safe_dump({'configs': configs})}---\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
     return str(folder)
 
 
 @pytest.mark.parametrize("limit", [None, 2])  # 2: streamed
-def test_a_data_set_has_configs_and_splits_and_may_be_streamed(local_data_set, limit):
-    for words, prompt in (
-        ("short:test", "short-test"),
-        ("short:train", "short-train"),
-        ("long:train", "long-train"),
-    ):
-        rows = read_conversations(f"{local_data_set}:{words}", limit)
-        assert {row["messages"][0]["content"] for row in rows} == {prompt}
-        assert len(rows) == (limit or 4)
+@pytest.mark.parametrize("words", ["short:test", "short:train", "long:train"])
+def test_a_data_set_has_configs_and_splits_and_may_be_streamed(local_data_set, words, limit):
+    rows = read_conversations(f"{local_data_set}:{words}", limit)
+    prompts = [row["messages"][0]["content"] for row in rows]
+    assert prompts == [words.replace(":", "-")] * (limit or 4)
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -416,9 +394,8 @@ def test_a_config_or_split_that_is_missing_is_refused_with_those_that_there_are(
 
 def test_a_saved_data_set_has_splits_too(tmp_path):
     rows = [{"messages": MESSAGES}]
-    DatasetDict({"a": Dataset.from_list(rows), "b": Dataset.from_list(rows * 2)}).save_to_disk(
-        tmp_path / "saved"
-    )
+    splits = {"a": Dataset.from_list(rows), "b": Dataset.from_list(rows * 2)}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert len(read_conversations(f"{tmp_path / 'saved'}:b")) == 2
     with refused("'train' a b"):
         read_conversations(str(tmp_path / "saved"))
@@ -437,7 +414,7 @@ def test_a_saved_data_set_has_splits_too(tmp_path):
     ],
 )
 def test_a_broken_data_set_is_named(tmp_path, split, file, text):
-    rows = Dataset.from_list([{"prompt": "hi", "completion": "yo"}])
+    rows = Dataset.from_list([PAIR])
     (DatasetDict({split: rows}) if split else rows).save_to_disk(tmp_path / "data")
     (tmp_path / "data" / split / file).write_text(text)
     with refused(f"{tmp_path / 'data'}") as caught:
@@ -447,33 +424,29 @@ def test_a_broken_data_set_is_named(tmp_path, split, file, text):
 
 @pytest.mark.parametrize("place", ["/elsewhere.arrow", "../elsewhere.arrow", "pipe"])
 def test_a_data_set_opens_no_file_elsewhere_and_waits_for_no_pipe(tmp_path, place):
-    rows = Dataset.from_list([{"prompt": "hi", "completion": "yo"}])
-    rows.save_to_disk(tmp_path / "data")
-    rows.save_to_disk(tmp_path / "other")
-    state = json.loads((tmp_path / "data" / "state.json").read_text())
-    name = place
+    folder = tmp_path / "data"
+    Dataset.from_list([PAIR]).save_to_disk(folder)
+    shutil.copy(next(folder.glob("*.arrow")), tmp_path / "elsewhere.arrow")
     if place == "pipe":
-        os.mkfifo(tmp_path / "data" / "pipe")
-    else:
-        other = next((tmp_path / "other").glob("*.arrow"))
-        other.rename(tmp_path / "elsewhere.arrow")
-        name = place.replace("/elsewhere", f"{tmp_path}/elsewhere") if place[0] == "/" else place
+        os.mkfifo(folder / "pipe")
+    name = f"{tmp_path}{place}" if place.startswith("/") else place
+    state = json.loads((folder / "state.json").read_text())
     state["_data_files"] = [{"filename": name}]
-    (tmp_path / "data" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"a file elsewhere|a named pipe"):
-        read_conversations(str(tmp_path / "data"))
+    (folder / "state.json").write_text(json.dumps(state))
+    with refused("pipe" if place == "pipe" else "elsewhere"):
+        read_conversations(str(folder))
 
 
 def test_a_broken_parquet_file_is_one_line(tmp_path):
     path = tmp_path / "d.parquet"
-    Dataset.from_list([{"prompt": "hi", "completion": "yo"}] * 9).to_parquet(str(path))
+    Dataset.from_list([PAIR] * 9).to_parquet(str(path))
     whole = path.read_bytes()
+    messages = []
     for place in range(10, len(whole), 97):
         path.write_bytes(whole[:place] + b"\xff" * 9 + whole[place + 9 :])
-        told = str(path)
         try:
             read_conversations(str(path))
         except ValueError as error:
-            told = str(error)
-        assert str(path) in told
-        assert "\n" not in told
+            messages.append(str(error))
+    assert messages
+    assert all(str(path) in message and "\n" not in message for message in messages)
