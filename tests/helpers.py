@@ -181,11 +181,27 @@ def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Ten
     return pad_sequence(prompts, batch_first=True, padding_side=side), mask
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+"""Settings of `generate` for tests that need no others."""
+
+
 def written_alone(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> list[int]:
     """The new tokens that the model's own `generate` writes after one prompt, which no other row
-    pads."""
-    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
-    return output[0, len(prompt) :].tolist()
+    pads; greedily, unless `settings` say otherwise."""
+    settings = {**GREEDY, "attention_mask": torch.ones_like(prompt)[None], **settings}
+    return model.generate(prompt[None], **settings)[0, len(prompt) :].tolist()
+
+
+def continued(
+    lm: SpeculativeLM, rows: list[Tensor], side: str = "left", **settings: Any
+) -> tuple[list[list[int]], GenerateOutput]:
+    """The new tokens of each row of a padded batch, and the output; greedily, unless `settings` say
+    otherwise."""
+    ids_BT, mask_BT = padded_batch(rows, side)
+    device = lm.target.device
+    settings = {**GREEDY, "attention_mask": mask_BT.to(device), **settings}
+    output = lm.generate(ids_BT.to(device), **settings)
+    return output.sequences[:, ids_BT.shape[1] :].tolist(), output
 
 
 def accepted(output: GenerateOutput) -> list[list[int]]:
@@ -260,19 +276,16 @@ def check_identity(
 
     `settings` are those of `generate`, in place of twenty greedy tokens.
     """
-    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | settings
-    device = lm.target.device
-    ids_BT, mask_BT = padded_batch(rows, side)
-    output = lm.generate(ids_BT.to(device), attention_mask=mask_BT.to(device), **settings)
+    texts, output = continued(lm, rows, side, **settings)
     plain = {name: value for name, value in settings.items() if name not in OF_OURS}
     truths: dict[tuple[int, ...], list[int]] = {}
-    for row, found in zip(rows, output.sequences[:, ids_BT.shape[1] :].tolist(), strict=True):
-        text = tuple(row.tolist())
-        if text not in truths:
-            truths[text] = written_alone(lm.target.model, row.to(device), **plain)
-        truth = truths[text]
+    for row, found in zip(rows, texts, strict=True):
+        prompt = tuple(row.tolist())
+        if prompt not in truths:
+            truths[prompt] = written_alone(lm.target.model, row.to(lm.target.device), **plain)
+        truth = truths[prompt]
         assert found[: len(truth)] == truth
-        assert set(found[len(truth) :]) <= {settings["pad_token_id"]}
+        assert set(found[len(truth) :]) <= {settings.get("pad_token_id", 0)}
     return output
 
 

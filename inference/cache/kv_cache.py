@@ -72,10 +72,10 @@ def free_memory(device: torch.device) -> float:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + unused)
-    return _free_host_memory() if device.type == "cpu" else float("inf")
+    return free_host_memory() if device.type == "cpu" else float("inf")
 
 
-def _free_host_memory() -> float:
+def free_host_memory() -> float:
     """Return the host's free bytes; infinite on systems other than Linux without psutil."""
     if MEMINFO.exists():
         # A line reads "MemAvailable:   12345678 kB".

@@ -32,7 +32,7 @@ class CountingEngine(ModelEngine):
         """Whether the model's forward can compute the logits of chosen tokens only."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
-    def masks_of(self, visible: dict[str, Tensor]) -> Masks:
+    def attention_masks(self, visible: dict[str, Tensor]) -> Masks:
         return next(iter(visible.values()))  # not used: the model makes its own
 
     def _model_inputs(

@@ -160,7 +160,7 @@ class ModelEngine(Engine):
             visible = dict.fromkeys(target.attention_kinds, visible_111)
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             masks = self._additive_masks(visible, ours=True)
-            self._model_forward(token_11, token_11, masks, cache, (), 0)
+            self.model_forward(token_11, token_11, masks, cache, (), 0)
         # 3. Keep the copy if every layer asked with our mask, for the expected grouping of heads.
         # For example 4 layers with 32 query and 8 key heads: asked == [4, 4, 4, 4].
         group = target.info.num_attention_heads // target.info.num_key_value_heads
@@ -282,7 +282,7 @@ class ModelEngine(Engine):
             for kind, near in NEAR.items():
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
-            masks = self.masks_of(visible)
+            masks = self.attention_masks(visible)
 
         # 4. The forward.
         logits_BKV, features_BTF = self._unrecorded_forward(
@@ -312,7 +312,7 @@ class ModelEngine(Engine):
         if self.spread:
             logits_to_keep = tokens_BT.shape[1] - kept[0] if kept else 1
         logits_BKV, features_BTF = self.runner.run_unrecorded(
-            self._model_forward, tokens_BT, positions_BT, masks, cache, layers, logits_to_keep
+            self.model_forward, tokens_BT, positions_BT, masks, cache, layers, logits_to_keep
         )
         if self.spread:
             logits_BKV = logits_BKV[:, [index - kept[0] for index in kept]]
@@ -411,10 +411,10 @@ class ModelEngine(Engine):
                     {kind: self.attention.of_tree(seen) for kind, seen in tree_slots.items()}
                 )
             else:
-                masks = self.masks_of(visible)
+                masks = self.attention_masks(visible)
             # 0 asks for all logits. Under accelerate they are chosen afterwards, as above.
             logits_to_keep: int | Tensor = 0 if kept_K is None or self.spread else kept_K
-            logits_BNV, features_BNF = self._model_forward(
+            logits_BNV, features_BNF = self.model_forward(
                 nodes.tokens_BN, positions_BN, masks, cache, layers, logits_to_keep
             )
             if kept_K is not None and self.spread:
@@ -424,7 +424,7 @@ class ModelEngine(Engine):
         logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
 
-    def _model_forward(
+    def model_forward(
         self,
         tokens_BN: Tensor,
         positions_BN: Tensor,
@@ -465,7 +465,7 @@ class ModelEngine(Engine):
             "logits_to_keep": logits_to_keep,
         }
 
-    def masks_of(self, visible: dict[str, Tensor]) -> Masks:
+    def attention_masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
         if self.flex:
             masks: dict[str, Any] = {

@@ -223,7 +223,7 @@ class StatefulEngine(ModelEngine):
             visible["sliding_attention"] = in_window(
                 target, lanes.positions_RT, slot_positions_RS, visible_RTS
             )
-        masks = self.masks_of(visible)
+        masks = self.attention_masks(visible)
         if isinstance(masks, dict):  # layers with nothing but a state read no mask
             return {"linear_attention": None, "conv": None, **masks}
         return masks

@@ -50,7 +50,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
         clock[0] += 10.0
         return record(graph, call)
 
-    monkeypatch.setattr(ModelEngine, "_model_forward", slow(ModelEngine._model_forward))
+    monkeypatch.setattr(ModelEngine, "model_forward", slow(ModelEngine.model_forward))
     monkeypatch.setattr(FusedDecoder, "__call__", slow(FusedDecoder.__call__))
     monkeypatch.setattr(simulated.SimGraph, "replay", timed_replay)
     monkeypatch.setattr(simulated.SimGraph, "record", slow_record)

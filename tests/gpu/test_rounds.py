@@ -74,7 +74,7 @@ def counts_of(
 
         monkeypatch.setattr(owner, name, call)
 
-    not_counted(ModelEngine, "_model_forward")
+    not_counted(ModelEngine, "model_forward")
     for head in (*HEADS.values(), AssistantModel):
         for name in ("expand", "observe"):
             not_counted(head, name)

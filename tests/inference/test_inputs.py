@@ -6,11 +6,23 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import warnings
 
 import pytest
 import torch
-from helpers import EachRound, build_model, build_t5, check_identity, head_for, other_model, pairs
+from helpers import (
+    GREEDY,
+    EachRound,
+    build_model,
+    build_t5,
+    check_identity,
+    continued,
+    head_for,
+    other_model,
+    pairs,
+    warnings_of,
+    written_alone,
+)
+from messages import refused, warned
 from transformers import BatchEncoding
 
 from headstart.heads import HEADS
@@ -24,82 +36,69 @@ from headstart.inference import (
 
 VOCAB = 40
 ROW = torch.randint(1, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
-PLAIN = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+OTHER = (ROW + 5) % VOCAB
+GIVEN = {"attention_mask": torch.ones_like(ROW), **GREEDY}
 
 
 @pytest.fixture
-def lm(tiny_target):
+def lookup(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     return SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
 
 
-def stock(lm, ids, mask=None, **settings):
-    mask = torch.ones_like(ids) if mask is None else mask
-    return lm.target.model.generate(ids, attention_mask=mask, **{**PLAIN, **settings})
-
-
-def changed(value, place=(0, 4)):
+def row_with(value, place=4):
     ids = ROW.clone()
-    ids[place] = value
+    ids[0, place] = value
     return ids
 
 
-WRONG = {
-    "beyond the vocabulary": (
-        lambda: changed(VOCAB),
-        r"input_ids\[0, 4\] is 40; .* has the tokens 0 to 39",
-    ),
-    "far beyond": (lambda: changed(2**40), r"input_ids\[0, 4\] is 1099511627776; .* 0 to 39"),
-    "negative": (lambda: changed(-1), r"input_ids\[0, 4\] is -1; "),
-    "of labels": (
-        lambda: changed(-100, (0, 8)),
-        r"input_ids\[0, 8\] is -100; .*attention_mask 0 there",
-    ),
-    "in another row": (lambda: torch.cat([ROW, changed(77)]), r"input_ids\[1, 4\] is 77; "),
-    "floats": (lambda: ROW.float(), r"int64 or int32, .* not of torch.float32"),
-    "truth values": (lambda: ROW > 5, "not of torch.bool"),
-    "bytes": (lambda: ROW.to(torch.uint8), "not of torch.uint8"),
-    "a list": (lambda: ROW.tolist(), r"tensor \[batch, time\] .* not a list"),
-    "a text": (lambda: "hello", r"not a str; tokenize a text first: generate\(\*\*tokenizer\("),
-    "texts": (lambda: ["hello"], r"not a list; tokenize a text first"),
-    "nothing": (lambda: None, "not a NoneType"),
-    "what a tokenizer returns": (
-        lambda: BatchEncoding({"input_ids": ROW}),
-        r"BatchEncoding; unpack it: generate\(\*\*",
-    ),
-    "one row without a batch": (
-        lambda: ROW[0],
-        r"not one of shape \[9\]; for one prompt give input_ids\[None\]",
-    ),
-    "too many dimensions": (lambda: ROW[None], r"not one of shape \[1, 1, 9\]"),
-    "an empty prompt": (lambda: ROW[:, :0], r"at least one token, not one of shape \[1, 0\]"),
-    "an empty batch": (lambda: ROW[:0], r"at least one token, not one of shape \[0, 9\]"),
-    "no values": (lambda: ROW.to("meta"), "not on the device meta"),
+WRONG_IDS = {
+    "beyond the vocabulary": (row_with(VOCAB), "input_ids[0, 4] 40 0 39"),
+    "far beyond": (row_with(2**40), "input_ids[0, 4] 1099511627776 0 39"),
+    "negative": (row_with(-1), "input_ids[0, 4] -1"),
+    "of labels": (row_with(-100, 8), "input_ids[0, 8] -100 attention_mask"),
+    "in another row": (torch.cat([ROW, row_with(77)]), "input_ids[1, 4] 77"),
+}
+WRONG_TENSORS = {
+    "floats": (ROW.float(), "int64 int32 torch.float32"),
+    "truth values": (ROW > 5, "torch.bool"),
+    "bytes": (ROW.to(torch.uint8), "torch.uint8"),
+    "a list": (ROW.tolist(), "tensor [batch, time] list"),
+    "a text": ("hello", "str generate(**tokenizer("),
+    "texts": (["hello"], "list tokenize"),
+    "nothing": (None, "NoneType"),
+    "what a tokenizer returns": (BatchEncoding({"input_ids": ROW}), "BatchEncoding generate(**"),
+    "one row without a batch": (ROW[0], "[9] input_ids[None]"),
+    "too many dimensions": (ROW[None], "[1, 1, 9]"),
+    "an empty prompt": (ROW[:, :0], "[1, 0]"),
+    "an empty batch": (ROW[:0], "[0, 9]"),
+    "no values": (ROW.to("meta"), "meta"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_token_ids_are_named(lm, name):
-    made, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        lm.generate(made(), **PLAIN)
+@pytest.mark.parametrize("name", WRONG_IDS | WRONG_TENSORS)
+def test_wrong_token_ids_are_named(lookup, name):
+    ids, words = (WRONG_IDS | WRONG_TENSORS)[name]
+    with refused(words):
+        lookup.generate(ids, **GREEDY)
     if name != "in another row":
-        with pytest.raises(ValueError, match=message):
-            list(lm.stream(made(), **PLAIN))
-    if name in ("beyond the vocabulary", "negative", "of labels", "in another row"):
-        with pytest.raises(ValueError, match=message):
-            lm.target.model.generate(made(), custom_generate=custom_generate(), **PLAIN)
+        with refused(words):
+            list(lookup.stream(ids, **GREEDY))
+    if name in WRONG_IDS and name != "far beyond":
+        with refused(words):
+            lookup.target.model.generate(ids, custom_generate=custom_generate(), **GREEDY)
 
 
-def test_int32_is_taken_as_by_generate(lm):
-    ours = lm.generate(ROW.int(), attention_mask=torch.ones_like(ROW), **PLAIN).sequences
-    assert ours.dtype == torch.int32 and torch.equal(ours.long(), stock(lm, ROW))
+def test_int32_is_taken_as_by_generate(lookup):
+    ours = lookup.generate(ROW.int(), **GREEDY).sequences
+    assert ours.dtype == torch.int32
+    assert ours[0, 9:].tolist() == written_alone(lookup.target.model, ROW[0])
 
 
-def masked(*zeros, dtype=torch.int64):
+def mask_without(*zeros):
     mask = torch.ones_like(ROW)
     mask[0, list(zeros)] = 0
-    return mask.to(dtype)
+    return mask
 
 
 HOLES = (0, 3, 4, 8)
@@ -112,46 +111,35 @@ HOLES = (0, 3, 4, 8)
         *((HOLES, dtype) for dtype in (torch.int32, torch.uint8, torch.bool, torch.float32)),
     ],
 )
-def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
+def test_masks_of_any_type_and_with_holes(lookup, dtype, zeros):
     """What is masked is not read: the text is that of the prompt without it."""
-    mask = masked(*zeros, dtype=dtype)
-    written = lm.generate(ROW, attention_mask=mask, **PLAIN).sequences
-    assert torch.equal(written[:, :9], ROW)
-    assert torch.equal(written[:, 9:], stock(lm, ROW[:, mask[0].bool()])[:, 9 - len(zeros) :])
+    mask = mask_without(*zeros)
+    model = lookup.target.model
+    expected = written_alone(model, ROW[mask.bool()])
+    for ids in (ROW, ROW.masked_fill(mask == 0, -100)):
+        output = lookup.generate(ids, **GREEDY | {"attention_mask": mask.to(dtype)})
+        assert torch.equal(output.sequences[:, :9], ids)
+        assert output.sequences[0, 9:].tolist() == expected
     if 8 not in zeros:
-        assert torch.equal(written, stock(lm, ROW, mask.long()))
+        assert expected == written_alone(model, ROW[0], attention_mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("mask", "message"),
+    ("mask", "words"),
     [
-        (lambda: masked(*range(9)), "prompt 0 of the batch is all padding"),
-        (lambda: torch.ones(1, 8), r"attention_mask has shape \[1, 8\], input_ids \[1, 9\]"),
-        (lambda: torch.ones(9), r"attention_mask has shape \[9\]"),
-        (lambda: torch.ones(1, 1, 9, 9), r"attention_mask has shape \[1, 1, 9, 9\]"),
-        (
-            lambda: torch.zeros(1, 9).masked_fill(masked(0) == 0, -torch.inf),
-            "0 for padding; it holds -inf",
-        ),
-        (lambda: masked() * 2, "0 for padding; it holds 2"),
-        (lambda: torch.full((1, 9), torch.nan), "it holds nan"),
-        (
-            lambda: [[1] * 9],
-            r"attention_mask must be a tensor \[batch, time\] like input_ids, .* not a list",
-        ),
+        (mask_without(*range(9)), "prompt 0"),
+        (torch.ones(1, 8), "attention_mask [1, 8] input_ids [1, 9]"),
+        (torch.ones(9), "attention_mask [9]"),
+        (torch.ones(1, 1, 9, 9), "attention_mask [1, 1, 9, 9]"),
+        (torch.full((1, 9), -torch.inf), "0 -inf"),
+        (mask_without() * 2, "0 2"),
+        (torch.full((1, 9), torch.nan), "0 nan"),
+        ([[1] * 9], "attention_mask tensor [batch, time] input_ids list"),
     ],
 )
-def test_wrong_masks_are_named(lm, mask, message):
-    with pytest.raises(ValueError, match=message):
-        lm.generate(ROW, attention_mask=mask(), **PLAIN)
-
-
-def test_ids_under_a_mask_are_not_read(lm):
-    ids, mask = changed(-100, (0, 0)), masked(0)
-    assert torch.equal(
-        lm.generate(ids, attention_mask=mask, **PLAIN).sequences[:, 9:],
-        stock(lm, ROW[:, 1:])[:, 8:],
-    )
+def test_wrong_masks_are_named(lookup, mask, words):
+    with refused(words):
+        lookup.generate(ROW, **GREEDY | {"attention_mask": mask})
 
 
 def in_training(dropout=0.3):
@@ -169,22 +157,19 @@ def in_training(dropout=0.3):
 def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(
     checkpointing, compile, spec
 ):
-    model = in_training().eval()
-    expected = model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
+    expected = written_alone(in_training().eval(), ROW[0])
     model = in_training()
     if checkpointing:
         model.gradient_checkpointing_enable()
     modes = [module.training for module in model.modules()]
     # measures rounds, where drafts may not pay
     lm = SpeculativeLM.from_pretrained(model, compile=compile, **spec)
-    written = [
-        lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences,
-        model.generate(ROW, custom_generate=custom_generate(compile=compile, **spec), **PLAIN),
-    ]
-    assert all(torch.equal(each, expected) for each in written)
+    assert continued(lm, [ROW[0]])[0] == [expected]
+    method = custom_generate(compile=compile, **spec)
+    assert written_alone(model, ROW[0], custom_generate=method) == expected
     assert [module.training for module in model.modules()] == modes
     with pytest.raises(ZeroDivisionError):
-        lm.generate(ROW, logits_processor=[lambda ids, scores: 1 / 0], **PLAIN)
+        lm.generate(ROW, logits_processor=[lambda ids, scores: 1 / 0], **GREEDY)
     assert [module.training for module in model.modules()] == modes
     model(input_ids=ROW, labels=ROW).loss.backward()  # it can be trained on
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -193,26 +178,17 @@ def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(
 @pytest.mark.parametrize("compile", [False, True])
 def test_autocast_is_off_while_it_decodes(compile):
     model = in_training().eval()
-    expected = model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
-    given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
+    expected = written_alone(model, ROW[0])
+    options = {"drafter": "prompt-lookup", "adaptive": False, "compile": compile}
     method = custom_generate(compile=compile)
     with torch.autocast("cpu", torch.bfloat16):
-        lm = SpeculativeLM.from_pretrained(
-            model, drafter="prompt-lookup", adaptive=False, compile=compile
-        )
-        with pytest.warns(
-            UserWarning, match="autocast to torch.bfloat16 is off .* own torch.float32"
-        ):
-            inside = lm.generate(ROW, **given).sequences
-        with pytest.warns(UserWarning, match="autocast to torch.bfloat16 is off"):
-            plain = model.generate(ROW, custom_generate=method, **given)
+        lm = SpeculativeLM.from_pretrained(model, **options)
+        with warned("autocast torch.bfloat16 torch.float32"):
+            assert continued(lm, [ROW[0]])[0] == [expected]
+        with warned("autocast torch.bfloat16"):
+            assert written_alone(model, ROW[0], custom_generate=method) == expected
         assert torch.is_autocast_enabled("cpu")
-    assert torch.equal(inside, expected) and torch.equal(plain, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(
-            lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
-        )
+    assert warnings_of(lambda: continued(lm, [ROW[0]])) == []
 
 
 @pytest.fixture
@@ -229,21 +205,17 @@ def default_dtype():
 def test_torchs_default_dtype_changes_no_token(default_dtype, kind, compile):
     """That no tensor is made without a dtype, tests/test_rooms.py reads in the source."""
     default = torch.bfloat16 if compile else torch.float64
-    given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
-    sampled = given | {"do_sample": True}
     target = Target(in_training().eval().requires_grad_(False))
 
     def texts():
         draft = {"drafter": other_model(target) if kind == "model" else kind}
         if kind in HEADS:
-            draft["drafter"] = None
-            draft["head"] = head_for(target, kind)
+            draft = {"head": head_for(target, kind)}
         lm = SpeculativeLM.from_pretrained(target, adaptive=False, compile=compile, **draft)
         draws = torch.Generator().manual_seed(0)
-        return [
-            lm.generate(ROW, **given).sequences.tolist(),
-            lm.generate(ROW, generator=draws, **sampled).sequences.tolist(),
-        ]
+        greedy, _ = continued(lm, [ROW[0]])
+        sampled, _ = continued(lm, [ROW[0]], generator=draws, do_sample=True)
+        return greedy, sampled
 
     expected = texts()
     default_dtype(default)
@@ -255,12 +227,14 @@ class Calls:
     """A streamer that calls something in the middle of a generation."""
 
     def __init__(self, call):
-        self.call, self.count, self.found = call, 0, []
+        self.call = call
+        self.count = 0
+        self.returned = []
 
     def put(self, tokens):
         self.count += 1
         if self.count == 3:
-            self.found.append(self.call())
+            self.returned.append(self.call())
 
     def end(self):
         pass
@@ -286,101 +260,82 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     if spec.get("drafter") == "model":
         spec["drafter"] = other_model(target)
     lm = SpeculativeLM.from_pretrained(target, **spec)
-    other = (ROW + 5) % VOCAB
-    given, expected = {"attention_mask": torch.ones_like(ROW), **PLAIN}, stock(lm, other)
-    streamer = Calls(lambda: lm.generate(other, **given).sequences)
+    expected = [written_alone(target.model, OTHER[0])]
+    streamer = Calls(lambda: continued(lm, [OTHER[0]])[0])
     check_identity(lm, [ROW[0]], streamer=streamer)
-    inner = Calls(lambda: lm.generate(other, **given).sequences)
-    lm.observers.append(EachRound(lambda sequences: inner.put(None)))
-    check_identity(lm, [ROW[0], other[0], ROW[0].flip(0)], max_batch_size=2)
-    for found in (*streamer.found, *inner.found):
-        assert torch.equal(found, expected)
+    in_third_round = Calls(lambda: continued(lm, [OTHER[0]])[0])
+    lm.observers.append(EachRound(in_third_round.put))
+    check_identity(lm, [ROW[0], OTHER[0], ROW[0].flip(0)], max_batch_size=2)
+    assert streamer.returned + in_third_round.returned == [expected, expected]
     lm.observers.clear()
     check_identity(lm, [ROW[0]])
 
 
-def test_what_would_wait_for_itself_is_refused(lm):
-    given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
-    with pytest.raises(
-        ValueError, match="stream was called inside a generation with the same target"
-    ):
-        lm.generate(ROW, streamer=Calls(lambda: list(lm.stream(ROW, **given))), **given)
+def test_what_would_wait_for_itself_is_refused(lookup):
+    with refused("stream generation target"):
+        lookup.generate(ROW, streamer=Calls(lambda: list(lookup.stream(ROW, **GREEDY))), **GREEDY)
     past = Conversation()
-    inside = Calls(lambda: lm.generate(ROW, past_key_values=past, **given))
-    with pytest.raises(
-        ValueError,
-        match="past_key_values is the Conversation of the generation that calls generate",
-    ):
-        lm.generate(ROW, streamer=inside, past_key_values=past, **given)
-    inside = Calls(lambda: lm.generate(ROW, past_key_values=Conversation(), **given).sequences)
-    assert torch.equal(
-        lm.generate(ROW, streamer=inside, past_key_values=past, **given).sequences, stock(lm, ROW)
-    )
-    assert torch.equal(lm.generate(ROW, past_key_values=past, **given).sequences, stock(lm, ROW))
+    inside = Calls(lambda: lookup.generate(ROW, past_key_values=past, **GREEDY))
+    with refused("past_key_values Conversation generation generate"):
+        lookup.generate(ROW, streamer=inside, past_key_values=past, **GREEDY)
+    inside = Calls(lambda: lookup.generate(ROW, past_key_values=Conversation(), **GREEDY))
+    check_identity(lookup, [ROW[0]], streamer=inside, past_key_values=past)
+    check_identity(lookup, [ROW[0]], past_key_values=past)
 
 
-def t5():
+@pytest.fixture
+def seq2seq():
     return build_t5(VOCAB, eos_token_id=None, dropout_rate=0.3)
 
 
-def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
+SHORT = ROW[:, :5]
+LONG = ROW.repeat(1, 2)
+
+
+def test_an_encoder_decoder_inside_another_generation_and_in_train_mode(seq2seq):
     """The outer one attends to its own input, of which a part is padding, after the inner one."""
-    model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
-    mask = torch.tensor([[1, 1, 0, 1, 0]])
-    one = model.generate(short, attention_mask=mask, **PLAIN)
-    two = model.generate(long, attention_mask=torch.ones_like(long), **PLAIN)
-    assert not torch.equal(
-        one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN)
-    )
-    model.train()
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
-    with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
-        lm.generate(changed(VOCAB), **PLAIN)
-    streamer = Calls(
-        lambda: lm.generate(long, attention_mask=torch.ones_like(long), **PLAIN).sequences
-    )
-    assert torch.equal(
-        lm.generate(short, attention_mask=mask, streamer=streamer, **PLAIN).sequences, one
-    )
-    assert torch.equal(streamer.found[0], two)
-    inner = Calls(
-        lambda: model.generate(
-            long, custom_generate=custom_generate(drafter="prompt-lookup"), **PLAIN
-        )
-    )
-    assert torch.equal(
-        lm.generate(short, attention_mask=mask, streamer=inner, **PLAIN).sequences, one
-    )
-    assert torch.equal(inner.found[0], two)
-    assert model.training
+    padded = GREEDY | {"attention_mask": torch.tensor([[1, 1, 0, 1, 0]])}
+    expected = seq2seq.generate(SHORT, **padded)
+    expected_inside = seq2seq.generate(LONG, **GREEDY)
+    assert not torch.equal(expected, seq2seq.generate(SHORT, **GREEDY))
+    seq2seq.train()
+    lm = SpeculativeLM.from_pretrained(seq2seq, drafter="prompt-lookup", adaptive=False)
+    with refused("input_ids[0, 4] 40 0 39"):
+        lm.generate(row_with(VOCAB), **GREEDY)
+    method = custom_generate(drafter="prompt-lookup")
+    for call in (
+        lambda: lm.generate(LONG, **GREEDY).sequences,
+        lambda: seq2seq.generate(LONG, custom_generate=method, **GREEDY),
+    ):
+        streamer = Calls(call)
+        assert torch.equal(lm.generate(SHORT, streamer=streamer, **padded).sequences, expected)
+        assert torch.equal(streamer.returned[0], expected_inside)
+    assert seq2seq.training
 
 
-def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch):
+def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(seq2seq, monkeypatch):
     """The second one comes when the first has begun, and not read its input yet."""
-    model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
-    expected = [
-        model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)
-    ]
-    method, written = custom_generate(drafter="prompt-lookup", adaptive=False), {}
-    begun, second_waits, check = threading.Event(), threading.Event(), speculative_lm.check_size
+    prompts = {"first": SHORT, "second": LONG}
+    expected = {name: seq2seq.generate(ids, **GREEDY).tolist() for name, ids in prompts.items()}
+    method = custom_generate(drafter="prompt-lookup", adaptive=False)
+    begun = threading.Event()
+    second_waits = threading.Event()
+    check_size = speculative_lm.check_size
 
     def waiting(*arguments):
         if threading.current_thread().name == "first":
             begun.set()
             second_waits.wait(10)
-        return check(*arguments)
+        return check_size(*arguments)
 
     monkeypatch.setattr(speculative_lm, "check_size", waiting)
+    written = {}
 
-    def write(name, ids):
-        written[name] = model.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=method, **PLAIN
-        )
+    def write(name):
+        output = seq2seq.generate(prompts[name], custom_generate=method, **GREEDY)
+        written[name] = output.tolist()
 
-    threads = [
-        threading.Thread(target=write, args=(name, ids), name=name)
-        for name, ids in (("first", short), ("second", long))
-    ]
+    threads = [threading.Thread(target=write, args=[name], name=name) for name in prompts]
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
@@ -388,6 +343,4 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     second_waits.set()
     for thread in threads:
         thread.join()
-    assert torch.equal(written["first"], expected[0]) and torch.equal(
-        written["second"], expected[1]
-    )
+    assert written == expected

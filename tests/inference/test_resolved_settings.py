@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import check_identity, written_alone
+from helpers import Oracle, build_tokenizer, check_identity, saved_head, written_alone
+from messages import refused
 from transformers import (
     GenerationConfig,
     StoppingCriteria,
@@ -17,8 +18,6 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate, generate_from
 
 VOCAB = 258
@@ -28,6 +27,18 @@ PLAIN = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 257}
 BEST = {"do_sample": True, "top_k": 1}
 """Sampling that always takes the best token, so that it can be compared."""
 SOURCES = pytest.mark.parametrize("source", ["call", "config", "model"])
+TOKENIZER = build_tokenizer()
+
+
+def stop_in(text):
+    """Two letters in a row of a text of bytes, past its beginning."""
+    letters = [TOKENIZER.decode([token]) for token in text]
+    pairs = ["".join(pair) for pair in itertools.pairwise(letters)]
+    for place, pair in enumerate(pairs):
+        if place > 7 and pair.isascii() and pairs.index(pair) == place:
+            return pair
+    raise AssertionError("no two letters come first together past the beginning")
+
 
 FIELDS = {
     "one end": lambda text: {"eos_token_id": text[12]},
@@ -78,44 +89,28 @@ FIELDS = {
 NO_EFFECT = ("forced first", "invalid values", "no cache", "static cache", "scores")
 """Settings that change nothing here; a first token is forced after a prompt of one."""
 REFUSED = {
-    "guidance": ({"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
-    "beams": ({"num_beams": 2}, "beam search is not supported"),
-    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted generation(;| is not supported)"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    "beams": ({"num_beams": 2}, "beam greedy sampling"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
     "synth id": (
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 4, 5], ngram_len=3), **BEST},
-        "SynthIDTextWatermarkLogitsProcessor is not supported",
+        "SynthIDTextWatermarkLogitsProcessor",
     ),
 }
 
 
-def stop_in(text):
-    """Two letters in a row of a text of bytes, past its beginning."""
-    letters = [LETTERS[token] for token in text]
-    pairs = ["".join(pair) for pair in itertools.pairwise(letters)]
-    return next(
-        pair
-        for place, pair in enumerate(pairs)
-        if place > 7 and pair.isascii() and pairs.index(pair) == place
-    )
-
-
-LETTERS: dict[int, str] = {}
-
-
 @pytest.fixture
-def target(tiny_target, tokenizer):
+def bytes_target(tiny_target):
+    """A target whose tokens are bytes."""
     target = tiny_target()
     target.model.generation_config.pad_token_id = 257
-    LETTERS.update({token: tokenizer.decode([token]) for token in range(256)})
     return target
 
 
 @pytest.fixture
-def plain_text(target):
+def plain_text(bytes_target):
     """What the model writes without the settings."""
-    return target.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)[
-        0, 9:
-    ].tolist()
+    return written_alone(bytes_target.model, PROMPT[0], **PLAIN)
 
 
 def given_by(source, target, field):
@@ -124,200 +119,176 @@ def given_by(source, target, field):
     if source == "call":
         return whole
     if source == "config":
-        return {
-            "generation_config": GenerationConfig(
-                **{name: value for name, value in whole.items() if value is not None}
-            )
-        }
+        chosen = {name: value for name, value in whole.items() if value is not None}
+        return {"generation_config": GenerationConfig(**chosen)}
     for name, value in whole.items():
         setattr(target.model.generation_config, name, value)
     return {}
 
 
-def texts(output):
+def texts_in(output):
     return (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
+
+
+def check_same(lm, ids=PROMPT, **settings):
+    """A call writes what `generate` writes, with the same tokenizer; returns these texts."""
+    settings = {"attention_mask": torch.ones_like(ids), "tokenizer": TOKENIZER, **settings}
+    theirs = texts_in(lm.target.model.generate(ids, **settings))
+    assert texts_in(lm.generate(ids, **settings)) == theirs
+    return theirs
 
 
 @SOURCES
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_is_resolved_as_generate_resolves_it(
-    target, tools, tokenizer, plain_text, name, source
-):
+def test_a_setting_is_resolved_as_generate_resolves_it(bytes_target, plain_text, name, source):
     field = FIELDS[name](plain_text)
-    more = {"tokenizer": tokenizer} if "stop_strings" in field else {}
-    given = given_by(source, target, field)
-    mask = torch.ones_like(PROMPT)
-    theirs = target.model.generate(PROMPT, attention_mask=mask, **given, **more)
-    truth = texts(theirs)[0][9:]
+    given = given_by(source, bytes_target, field)
+    if "stop_strings" in field:
+        given["tokenizer"] = TOKENIZER
+    theirs = bytes_target.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **given)
+    truth = texts_in(theirs)[0][9:]
     if name not in NO_EFFECT and not field.get("do_sample"):
         assert truth != plain_text, "the setting has nothing to do"
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth], VOCAB, wrong=0.1))
-    ours = lm.generate(PROMPT, attention_mask=mask, **given, **more)
-    assert texts(ours) == texts(theirs)
+    lm = SpeculativeLM(bytes_target, Oracle(SHAPE, [truth], VOCAB, wrong=0.1))
+    ours = lm.generate(PROMPT, **given)
+    assert texts_in(ours) == texts_in(theirs)
     if name == "scores":
         assert len(ours.scores) == len(theirs.scores) and len(ours.logits) == len(theirs.logits)
 
 
 @SOURCES
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_wherever_it_stands(target, name, source):
-    field, message = REFUSED[name]
-    given = given_by(source, target, field)
-    with pytest.raises(ValueError, match=message):
-        SpeculativeLM(target).generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **given)
+def test_what_is_not_supported_is_refused_wherever_it_stands(bytes_target, name, source):
+    field, words = REFUSED[name]
+    given = given_by(source, bytes_target, field)
+    with refused(words):
+        SpeculativeLM(bytes_target).generate(PROMPT, **given)
 
 
-def test_the_call_comes_before_a_given_config_and_that_before_the_models(
-    target, tokenizer, plain_text
-):
-    stops = {
-        "model": stop_in(plain_text),
-        "config": stop_in(plain_text[4:]),
-        "call": stop_in(plain_text[6:]),
-    }
-    target.model.generation_config.stop_strings = [stops["model"]]
-    lm, mask = SpeculativeLM(target), torch.ones_like(PROMPT)
+def test_the_call_comes_before_a_given_config_and_that_before_the_models(bytes_target, plain_text):
+    bytes_target.model.generation_config.stop_strings = [stop_in(plain_text)]
+    lm = SpeculativeLM(bytes_target)
+    config_alone = GenerationConfig(**PLAIN)
+    config_stops = GenerationConfig(**PLAIN, stop_strings=[stop_in(plain_text[4:])])
+    config_overruled = GenerationConfig(**PLAIN, stop_strings=["?"])
     lengths = []
     for given in (
         PLAIN,
-        {"generation_config": GenerationConfig(**PLAIN)},
-        {"generation_config": GenerationConfig(**PLAIN, stop_strings=[stops["config"]])},
-        {
-            "generation_config": GenerationConfig(**PLAIN, stop_strings=["?"]),
-            "stop_strings": [stops["call"]],
-        },
+        {"generation_config": config_alone},
+        {"generation_config": config_stops},
+        {"generation_config": config_overruled, "stop_strings": [stop_in(plain_text[6:])]},
         {**PLAIN, "stop_strings": None},
     ):
-        theirs = target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(
-            lm.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs
-        )
-        lengths.append(theirs.shape[1])
+        (text,) = check_same(lm, **given)
+        lengths.append(len(text))
     assert lengths[0] == lengths[1] < lengths[-1] == 9 + 30
-    assert (
-        lm.generate(PROMPT, attention_mask=mask, **PLAIN, stop_strings=[]).sequences.shape[1]
-        == 9 + 30
-    )
+    assert lm.generate(PROMPT, **PLAIN, stop_strings=[]).sequences.shape[1] == 9 + 30
 
 
 def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(
-    target, tokenizer, plain_text
+    bytes_target, plain_text
 ):
-    stop = stop_in(plain_text)
-    target.model.generation_config.stop_strings = [stop]
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False).warmup()
-    settings = {**PLAIN, "tokenizer": tokenizer}
+    bytes_target.model.generation_config.stop_strings = [stop_in(plain_text)]
+    lm = SpeculativeLM.from_pretrained(bytes_target, drafter="prompt-lookup", adaptive=False)
+    lm.warmup()
+    settings = {**PLAIN, "tokenizer": TOKENIZER}
+    rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
     for slots in (None, 2):
-        rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
         check_identity(lm, rows, max_batch_size=slots, **settings)
-    rounds = lm.stream(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
-    streamed = list(itertools.chain.from_iterable(rounds))
-    assert streamed == written_alone(target.model, PROMPT[0], **settings) and len(streamed) < 30
-    assert isinstance(lm.chat(tokenizer, max_new_tokens=5, do_sample=False).say("hi"), str)
-    with pytest.raises(
-        ValueError,
-        match=r"stop_strings=.* needs the tokenizer; give generate\(\.\.\., tokenizer=\.\.\.\)",
-    ):
-        lm.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)
+    streamed = list(itertools.chain.from_iterable(lm.stream(PROMPT, **settings)))
+    assert streamed == written_alone(bytes_target.model, PROMPT[0], **settings)
+    assert len(streamed) < 30
+    assert isinstance(lm.chat(TOKENIZER, max_new_tokens=5, do_sample=False).say("hi"), str)
+    with refused("stop_strings tokenizer generate(..., tokenizer=...)"):
+        lm.generate(PROMPT, **PLAIN)
 
 
-def test_stop_strings_of_a_model_with_files_need_no_tokenizer(
-    target, tokenizer, plain_text, tmp_path
-):
-    target.model.generation_config.stop_strings = [stop_in(plain_text)]
-    target.model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    lm, mask = (
-        SpeculativeLM.from_pretrained(tmp_path, dtype="float64", compile=False),
-        torch.ones_like(PROMPT),
-    )
-    theirs = lm.target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **PLAIN)
-    assert theirs.shape[1] < 39 and torch.equal(
-        lm.generate(PROMPT, attention_mask=mask, **PLAIN).sequences, theirs
-    )
+def test_stop_strings_of_a_model_with_files_need_no_tokenizer(bytes_target, plain_text, tmp_path):
+    bytes_target.model.generation_config.stop_strings = [stop_in(plain_text)]
+    bytes_target.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    lm = SpeculativeLM.from_pretrained(tmp_path, dtype="float64", compile=False)
+    theirs = written_alone(lm.target.model, PROMPT[0], tokenizer=TOKENIZER, **PLAIN)
+    assert len(theirs) < 30
+    assert lm.generate(PROMPT, **PLAIN).sequences[0, 9:].tolist() == theirs
 
 
 @pytest.mark.parametrize("source", ["call", "model"])
 def test_stop_strings_by_the_functions_for_plain_generate(
-    target, tokenizer, plain_text, tmp_path, source
+    bytes_target, plain_text, tmp_path, source
 ):
     """transformers hides the tokenizer from a function, so there they are a criterion; a head's
     folder is given it."""
-    strings, mask = [stop_in(plain_text)], torch.ones_like(PROMPT)
-    theirs = target.model.generate(
-        PROMPT, attention_mask=mask, stop_strings=strings, tokenizer=tokenizer, **PLAIN
-    )
-    given = {**PLAIN, "attention_mask": mask}
+    model = bytes_target.model
+    strings = [stop_in(plain_text)]
+    given = {**PLAIN, "attention_mask": torch.ones_like(PROMPT)}
+    theirs = model.generate(PROMPT, stop_strings=strings, tokenizer=TOKENIZER, **given)
     if source == "model":
-        target.model.generation_config.stop_strings = strings
+        model.generation_config.stop_strings = strings
     else:
         given["stop_strings"] = strings
-    save_head(
-        build_head("medusa", {"num_heads": 2}, target.info).double(), tmp_path, CheckpointMetadata()
-    )
-    ours = generate_from(str(tmp_path), target.model, inputs=PROMPT, tokenizer=tokenizer, **given)
+    saved_head(tmp_path, bytes_target, num_heads=2)
+    ours = generate_from(str(tmp_path), model, inputs=PROMPT, tokenizer=TOKENIZER, **given)
     assert torch.equal(ours, theirs)
-    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
+    criteria = StoppingCriteriaList([StopStringCriteria(TOKENIZER, strings)])
     method = custom_generate(drafter="prompt-lookup")
     given |= {"stop_strings": None, "stopping_criteria": criteria}
-    assert torch.equal(target.model.generate(PROMPT, custom_generate=method, **given), theirs)
+    assert torch.equal(model.generate(PROMPT, custom_generate=method, **given), theirs)
 
 
 # of its own config transformers cannot heal by itself
 @pytest.mark.parametrize("source", ["call", "config"])
-def test_tokens_are_healed_as_by_generate(tiny_target, tools, source):
-    target, tokenizer = tiny_target(vocab_size=262), tools.build_tokenizer()
-    tokenizer.bos_token, changed = "<|im_start|>", 0
+def test_tokens_are_healed_as_by_generate(tiny_target, source):
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
     tokenizer.add_tokens(["song", "sun", "sit", "s?"])
+    target = tiny_target(vocab_size=262)
     given = given_by(source, target, {"token_healing": True})
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
+    changed_prompts = 0
     for prompt in ("a text of letters", "some words", "this is"):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        mask = torch.ones_like(ids)
-        theirs = target.model.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(
-            lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs
-        )
-        assert torch.equal(lm.generate(ids, tokenizer=tokenizer, **given).sequences, theirs)
-        changed += not torch.equal(theirs[:, : ids.shape[1]], ids)
-    assert changed
-    with pytest.raises(ValueError, match="token_healing=True needs the tokenizer"):
-        lm.generate(ids, attention_mask=mask, **given)
+        theirs = check_same(lm, ids, tokenizer=tokenizer, **given)
+        assert lm.generate(ids, tokenizer=tokenizer, **given).sequences.tolist() == theirs
+        changed_prompts += theirs[0][: ids.shape[1]] != ids[0].tolist()
+    assert changed_prompts
+    with refused("token_healing tokenizer"):
+        lm.generate(ids, **given)
     spaces = tokenizer("a  ", return_tensors="pt")["input_ids"]
-    with pytest.raises(
-        ValueError, match="token_healing made prompts of 1 tokens out of 3, which attention_mask"
-    ):
+    with refused("token_healing 1 3 attention_mask"):
         lm.generate(spaces, attention_mask=torch.ones_like(spaces), tokenizer=tokenizer, **given)
 
 
-@pytest.mark.parametrize("ends", [[39, 18], [18, 39], 18, None])
+@pytest.mark.parametrize("ends", ["unused, early", "early, unused", "early", "none"])
 @pytest.mark.parametrize("padding", [None, 0, 7])
 def test_rows_that_have_ended_are_padded_as_by_generate(tiny_target, ends, padding):
     target = tiny_target(vocab_size=40)
     ids = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(2))
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
-    plain = target.model.generate(ids, pad_token_id=0, **given)[:, 6:].tolist()
-    early = plain[0][3]
-    ends = (
-        [39 if end == 39 else early for end in ends] if isinstance(ends, list) else ends and early
-    )
-    given |= {"eos_token_id": ends, "pad_token_id": padding}
-    theirs = target.model.generate(ids, **given)
-    assert torch.equal(SpeculativeLM(target).generate(ids, **given).sequences, theirs)
+    early = written_alone(target.model, ids[0])[3]
+    tokens = {
+        "unused, early": [39, early],
+        "early, unused": [early, 39],
+        "early": early,
+        "none": None,
+    }
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": tokens[ends]}
+    check_same(SpeculativeLM(target), ids, pad_token_id=padding, **settings)
 
 
 class Confident(StoppingCriteria):
     """Stops when the best tokens' probabilities sum up to a limit; keeps what it was shown."""
 
     def __init__(self, limit):
-        self.limit, self.shown = limit, []
+        self.limit = limit
+        self.texts = []
+        self.newest_scores = []
 
     def __call__(self, input_ids, scores, **_):
-        self.shown.append(
-            (input_ids.tolist(), None if scores is None else [each.clone() for each in scores])
-        )
+        self.texts.append(input_ids.tolist())
         if scores is None:
             return torch.zeros(len(input_ids), dtype=torch.bool)
+        assert len(scores) == len(self.texts)
+        self.newest_scores.append(scores[-1].clone())
         return sum(each.softmax(-1).amax(-1) for each in scores) >= self.limit
 
 
@@ -325,25 +296,20 @@ class Confident(StoppingCriteria):
     "asked", [("output_scores", "return_dict_in_generate"), ("return_dict_in_generate",), ()]
 )
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3}, BEST])
-def test_a_criterion_is_shown_the_scores_so_far(target, tools, asked, others):
-    mask = torch.ones_like(PROMPT)
-    given = {**PLAIN, **others, "attention_mask": mask, **dict.fromkeys(asked, True)}
-    keep = {"output_scores": True, "return_dict_in_generate": True}
-    whole = target.model.generate(PROMPT, **{**given, **keep})
+def test_a_criterion_is_shown_the_scores_so_far(bytes_target, asked, others):
+    model = bytes_target.model
+    given = {**PLAIN, **others, "attention_mask": torch.ones_like(PROMPT)}
+    whole = model.generate(PROMPT, **given, output_scores=True, return_dict_in_generate=True)
     limit = 0.6 * sum(float(each.softmax(-1).max()) for each in whole.scores)
-    theirs, ours = Confident(limit), Confident(limit)
-    expected = target.model.generate(
-        PROMPT, stopping_criteria=StoppingCriteriaList([theirs]), **given
-    )
-    lm = SpeculativeLM(
-        target, tools.Oracle(SHAPE, [whole.sequences[0, 9:].tolist()], VOCAB, wrong=0.1)
-    )
+    theirs = Confident(limit)
+    ours = Confident(limit)
+    given |= dict.fromkeys(asked, True)
+    expected = model.generate(PROMPT, stopping_criteria=StoppingCriteriaList([theirs]), **given)
+    oracle = Oracle(SHAPE, [whole.sequences[0, 9:].tolist()], VOCAB, wrong=0.1)
+    lm = SpeculativeLM(bytes_target, oracle)
     output = lm.generate(PROMPT, stopping_criteria=StoppingCriteriaList([ours]), **given)
-    assert texts(output) == texts(expected) and output.stats.acceptance_length > 1.3
-    assert [text for text, _ in ours.shown] == [text for text, _ in theirs.shown]
-    assert len(ours.shown) == 30 if len(asked) < 2 else len(ours.shown) < 30
-    for (_, our_scores), (_, their_scores) in zip(ours.shown, theirs.shown):
-        assert (our_scores is None) == (their_scores is None) == (len(asked) < 2)
-        if our_scores is not None:
-            assert len(our_scores) == len(their_scores)
-            torch.testing.assert_close(our_scores[-1], their_scores[-1], rtol=1e-5, atol=1e-5)
+    assert texts_in(output) == texts_in(expected) and output.stats.acceptance_length > 1.3
+    assert ours.texts == theirs.texts
+    assert len(ours.texts) < 30 if len(asked) == 2 else len(ours.texts) == 30
+    assert len(ours.newest_scores) == (len(ours.texts) if len(asked) == 2 else 0)
+    torch.testing.assert_close(ours.newest_scores, theirs.newest_scores, rtol=1e-5, atol=1e-5)

@@ -85,9 +85,9 @@ def test_flex_attention_gets_the_same_mask():
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
     seen = dict.fromkeys(target.attention_kinds, seen_BNS)
     seen["sliding_attention"] = in_window(target, positions_BN, slots_BS, seen_BNS)
-    additive = target.engine.masks_of(seen)
+    additive = target.engine.attention_masks(seen)
     target.engine.flex = True
-    for kind, blocks in target.engine.masks_of(seen).items():
+    for kind, blocks in target.engine.attention_masks(seen).items():
         row, node, slot = torch.meshgrid(
             torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij"
         )

@@ -80,9 +80,9 @@ def test_a_dropped_cache_frees_its_memory_at_once():
 
 def test_the_free_memory_of_a_system_other_than_linux(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_cache, "MEMINFO", tmp_path / "none")
-    assert 0 < kv_cache._free_host_memory() < math.inf
+    assert 0 < kv_cache.free_host_memory() < math.inf
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert kv_cache._free_host_memory() == math.inf
+    assert kv_cache.free_host_memory() == math.inf
 
 
 def test_selecting_rows_copies_no_more_than_a_layer_at_once():

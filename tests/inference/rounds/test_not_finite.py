@@ -361,7 +361,7 @@ def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
     """Added to such a score, the lowest float16 would not hide it."""
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
     seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
-    mask = target.engine.masks_of({"full_attention": seen_BNS})
+    mask = target.engine.attention_masks({"full_attention": seen_BNS})
     query, key, value = (
         torch.full((1, 4, 2, 8), 30.0),
         torch.zeros(1, 2, 6, 8),
