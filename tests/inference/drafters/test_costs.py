@@ -75,7 +75,7 @@ def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measure
     # other weights, as large
     again = measured_costs(tiny_target(dtype=torch.float32, seed=1), a_head(target, kind))
     assert again == found and len(measured) == 1
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "in_memory", {})
     assert measured_costs(target, head) == found and len(measured) == 1  # in another process
 
 
@@ -149,7 +149,7 @@ def compiled(target):
 def test_costs_that_cannot_be_are_measured_anew(tiny_target, monkeypatch, measured, kept):
     target = tiny_target()
     measured_costs(target)
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "in_memory", {})
     path = cache_folder() / "machine.json"
     ((name, held),) = json.loads(path.read_text()).items()
     path.write_text(json.dumps({name: dict.fromkeys(held, kept)}))

@@ -75,7 +75,7 @@ class Clock:
         self.now = 0.0
         self.read = 0
         forward_tree = target.engine.forward_tree
-        read = DraftModelState._read
+        read = DraftModelState.read
 
         def over_a_tree(tree: Any, *rest: Any) -> Any:
             self.now += 1.0 + 0.1 * (tree.tokens_BN.shape[1] - 1)
@@ -87,7 +87,7 @@ class Clock:
             read(rows, chunk)
 
         monkeypatch.setattr(target.engine, "forward_tree", over_a_tree)
-        monkeypatch.setattr(DraftModelState, "_read", reads)
+        monkeypatch.setattr(DraftModelState, "read", reads)
 
     def __call__(self) -> float:
         return self.now

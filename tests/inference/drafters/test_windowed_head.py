@@ -91,7 +91,7 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts as after the whole prompt."""
-    read = calls_of(monkeypatch, DraftModelState, "_read")
+    read = calls_of(monkeypatch, DraftModelState, "read")
     lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
     assert lm.drafter.model_state.read_last == 9
     drafts = []

@@ -33,7 +33,9 @@ def taken(monkeypatch):
     timed = []
 
     def say(ratios):
-        monkeypatch.setattr(dtypes, "_timed", lambda dtype: timed.append(dtype) or ratios[dtype])
+        monkeypatch.setattr(
+            dtypes, "time_over_float32", lambda dtype: timed.append(dtype) or ratios[dtype]
+        )
         return timed
 
     return say
@@ -254,7 +256,7 @@ def test_the_probe_says_which_products_take_longer(monkeypatch):
         return torch.ones(len(rows), len(weight), dtype=rows.dtype)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "in_memory", {})
     monkeypatch.setattr(dtypes.F, "linear", linear)
-    assert dtypes._timed(BF16) == pytest.approx(8.5 / 3)
+    assert dtypes.time_over_float32(BF16) == pytest.approx(8.5 / 3)
     assert set(seen) == {(dtype, rows) for dtype in (F32, BF16) for rows in (1, 8)}

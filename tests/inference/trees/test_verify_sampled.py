@@ -20,10 +20,10 @@ from headstart.inference import DraftTree, TreeShape
 from headstart.inference.trees.verify import (
     BEST,
     RULES,
-    _normalized,
     choose_rule,
     emitted_tokens,
     is_lossy_rule,
+    normalized,
 )
 
 PROCESSORS = [
@@ -142,7 +142,7 @@ class World:
                 rest = (
                     probs
                     if self.replace
-                    else _normalized(probs.scatter(0, torch.tensor([token]), 0.0), 0 * probs)
+                    else normalized(probs.scatter(0, torch.tensor([token]), 0.0), 0 * probs)
                 )
                 for children, mass in self._children(rest, count, (*taken, token)):
                     found.append((children, float(probs[token]) * mass))

@@ -32,7 +32,7 @@ def name_of(device):
 
 def later(monkeypatch):
     """Another process on the same machine."""
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "in_memory", {})
 
 
 def asked(value=2.5, name="speed"):
@@ -69,12 +69,12 @@ def test_what_a_busy_machine_measured_is_not_kept_for_the_next_process(
 ):
     monkeypatch.setattr(machine, "hardware", lambda device: "this machine")
     clocks = iter([(5.0, 2.0), (5.0 + wall, 2.0 + own)])
-    monkeypatch.setattr(machine, "_clocks", lambda: next(clocks))
+    monkeypatch.setattr(machine, "clocks", lambda: next(clocks))
     assert measured_once(torch.device(device), "speed", lambda: 2.5, positive) == 2.5
     # by the same process
     assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == 2.5
     later(monkeypatch)
-    monkeypatch.setattr(machine, "_clocks", lambda: (0.0, 0.0))
+    monkeypatch.setattr(machine, "clocks", lambda: (0.0, 0.0))
     assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == (
         2.5 if kept else 7.0
     )
@@ -89,10 +89,10 @@ def test_the_file_is_the_users_own_and_nothing_is_left_beside_it(nothing_measure
 
 def test_what_another_process_wrote_meanwhile_stays(nothing_measured, monkeypatch):
     asked(1.0, "first")
-    ours = machine._measured
+    ours = machine.in_memory
     later(monkeypatch)
     asked(2.0, "second")  # by another process
-    monkeypatch.setattr(machine, "_measured", ours)
+    monkeypatch.setattr(machine, "in_memory", ours)
     asked(3.0, "third")
     later(monkeypatch)
     assert [asked(9.0, name) for name in ("first", "second", "third")] == [
