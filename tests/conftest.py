@@ -90,14 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what
     is fast."""
-    monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
+    monkeypatch.setattr(dtypes, "time_over_float32", lambda *_: 1.0)
     monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: 1.0)
 
 
 @pytest.fixture(autouse=True)
-def steps_take_what_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make what adaptive drafting chooses independent of the clock; tests of that choice define
-    this fixture anew."""
+def steps_take_what_is_assumed(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make what adaptive drafting chooses independent of the clock, but in tests marked `clock`."""
+    if request.node.get_closest_marker("clock") is not None:
+        return
 
     def costs(target: Target, head: object = None) -> RoundCosts:
         return RoundCosts.assumed(target.device)
@@ -134,9 +137,9 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     Measurements are kept however busy the machine is.
     """
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "_measured", {})
-    monkeypatch.setattr(machine, "_told", set())
-    monkeypatch.setattr(machine, "_clocks", lambda: (0.0, 0.0))
+    monkeypatch.setattr(machine, "in_memory", {})
+    monkeypatch.setattr(machine, "told", set())
+    monkeypatch.setattr(machine, "clocks", lambda: (0.0, 0.0))
     return tmp_path / "cache"
 
 

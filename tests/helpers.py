@@ -204,6 +204,26 @@ def continued(
     return output.sequences[:, ids_BT.shape[1] :].tolist(), output
 
 
+def random_ids(vocab_size: int, *shape: int, seed: int = 0, first: int = 0) -> Tensor:
+    """Token ids of a shape, from `first` on."""
+    return torch.randint(first, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def generated(lm: SpeculativeLM, ids_BT: Tensor, **settings: Any) -> GenerateOutput:
+    """What a decoder writes after rows of one length: greedily and without an end, unless
+    `settings` say otherwise."""
+    usual = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    return lm.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **usual | settings)
+
+
+def one_row_tree(
+    tokens: Sequence[int], parents: Sequence[int], max_depth: int, **more: Any
+) -> DraftTree:
+    """A tree of one row without padding."""
+    size_1 = torch.tensor([len(tokens)])
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), size_1, max_depth, **more)
+
+
 def accepted(output: GenerateOutput) -> list[list[int]]:
     """How many drafts were accepted, of each row round by round."""
     return [[record.accepted for record in row] for row in output.stats.rows]

@@ -357,13 +357,13 @@ class DraftModelState:
         self.progress.chunks = []
         self.progress.steps = []
         for chunk in chunks:
-            self._read(chunk)
+            self.read(chunk)
         # The newest step is read alone: the state then has the same shape, one token of each row,
         # however many steps there were.
         if len(steps) > 1:
-            self._read(joined_chunks(steps[:-1]))
+            self.read(joined_chunks(steps[:-1]))
         if steps:
-            self._read(steps[-1])
+            self.read(steps[-1])
         return self.progress.state
 
     def _skip(self) -> None:
@@ -391,7 +391,7 @@ class DraftModelState:
                 chunks.append(rest)
         progress.chunks = chunks
 
-    def _read(self, chunk: PrefillChunk) -> None:
+    def read(self, chunk: PrefillChunk) -> None:
         """Run the model on a chunk, at most `CHUNK_TOKENS` of each row at a time."""
         tokens_BT = chunk.next_tokens_BT
         lengths_B = chunk.lengths_B

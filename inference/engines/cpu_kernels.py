@@ -173,13 +173,13 @@ def others_can_write(path: Path) -> bool:
             continue  # its target is in the resolved path
         # In a sticky folder such as /tmp nobody but its owner can replace a file.
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-        group = status.st_mode & stat.S_IWGRP and not _private_group(status)
+        group = status.st_mode & stat.S_IWGRP and not private_group(status)
         if (status.st_mode & stat.S_IWOTH or group) and not sticky:
             return True
     return False
 
 
-def _private_group(status: os.stat_result) -> bool:
+def private_group(status: os.stat_result) -> bool:
     """Whether a file's group is its owner's alone, as most Linux systems set up for each user."""
     import grp  # of Unix alone
     import pwd

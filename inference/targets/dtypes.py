@@ -167,11 +167,11 @@ def against_float32(dtype: torch.dtype) -> float:
     It is measured once.
     """
     name = f"linear of {ROWS} rows in {dtype_name(dtype)} over float32"
-    return measured_once(torch.device("cpu"), name, lambda: _timed(dtype), positive)
+    return measured_once(torch.device("cpu"), name, lambda: time_over_float32(dtype), positive)
 
 
 @torch.inference_mode()
-def _timed(dtype: torch.dtype) -> float:
+def time_over_float32(dtype: torch.dtype) -> float:
     """The sum over `ROWS` of the median seconds in a dtype, relative to float32."""
 
     def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:

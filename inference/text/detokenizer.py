@@ -45,6 +45,18 @@ def symbol_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
     return next(iter(tokenizer.convert_ids_to_tokens([token])))
 
 
+def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that have no text where special ones are skipped.
+
+    A fast tokenizer also skips those without a role, such as the one that begins a turn.
+    """
+    special = frozenset(tokenizer.all_special_ids)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        added = tokenizer.added_tokens_decoder
+        special |= {token for token, symbol in added.items() if symbol.special}
+    return special
+
+
 def decodes_in_order(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether `DecodeStream`, which is fast, gives the tokenizer's text.
 
@@ -93,7 +105,7 @@ class TextStream:
             self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._read = 0
         """How many tokens the stream has read: the newest ones not, if they are bytes."""
-        self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
+        self._skipped = skipped_tokens(tokenizer) if skip_special_tokens else frozenset()
 
     def put(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the further text that can no longer change, which may be empty."""

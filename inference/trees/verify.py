@@ -169,9 +169,9 @@ def without_replacement(
             # After a rejection p becomes norm((p - q)+). Without replacement x cannot be drawn
             # again, so it leaves q, too.
             rejected_B1 = (tried_B & ~accepted_B)[:, None]
-            p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
+            p_BV = torch.where(rejected_B1, normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
             if not replace:
-                q_BV = torch.where(rejected_B1, _normalized(q_BV.scatter(1, tokens_B1, 0.0)), q_BV)
+                q_BV = torch.where(rejected_B1, normalized(q_BV.scatter(1, tokens_B1, 0.0)), q_BV)
         # Go to the accepted child, where p is the target's own again. Other rows stay for good.
         walking_B = next_B > 0
         node_B = torch.where(walking_B, next_B, node_B)
@@ -222,9 +222,9 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: RandomSampler) -> Ve
         # 0 where p and q agree: then the child was accepted for certain
         left_B = mass_B + 1 - weight_B[parent]
         # Unused where a path was accepted; nothing changes for a child that was not sampled.
-        p[parent] = _normalized(residual_BV, p[parent])
+        p[parent] = normalized(residual_BV, p[parent])
         # all 0 after the last possible token
-        q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))
+        q[parent] = normalized(q[parent].scatter(1, tokens_B1, 0.0))
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
 
     # 5. The bonus token comes from what is left of p at the last accepted node.
@@ -475,7 +475,7 @@ def depth_first(children: list[list[int]], parent: int = 0) -> list[tuple[int, i
     return tour
 
 
-def _normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
+def normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
     """Scale mass to sum 1; rows of zeros become `otherwise_BV`, or stay."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
     if otherwise_BV is None:

@@ -37,9 +37,9 @@ if that is more."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-_measured: dict[str, dict[str, Any]] = {}
+in_memory: dict[str, dict[str, Any]] = {}
 """Measurements of this process, by machine and name."""
-_told: set[str] = set()
+told: set[str] = set()
 """Warnings that were given: each comes once a process."""
 
 
@@ -106,8 +106,8 @@ def tell_once(message: str, why: str = "") -> None:
 
     `why` is appended to the warning and may differ.
     """
-    if message not in _told:
-        _told.add(message)
+    if message not in told:
+        told.add(message)
         warnings.warn(message + why, stacklevel=3)
 
 
@@ -130,28 +130,28 @@ def measured_once(
     """
     # 1. Known already, to this process or from the file.
     machine = _machine(device)
-    for measurements in (_measured, _on_disk()):
+    for measurements in (in_memory, _on_disk()):
         try:
             return read(measurements[machine][name])
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
 
     # 2. Measure, and note how long this thread ran of the time that passed.
-    wall_began, thread_began = _clocks()
+    wall_began, thread_began = clocks()
     value = measure()
-    wall_ended, thread_ended = _clocks()
+    wall_ended, thread_ended = clocks()
     wall = wall_ended - wall_began
     waited = wall - (thread_ended - thread_began)
     if value is None:
         return read(value)
 
     # 3. Keep it: for this process in any case; for others unless the machine was busy.
-    _measured.setdefault(machine, {})[name] = value
+    in_memory.setdefault(machine, {})[name] = value
     if timing and device.type == "cpu" and waited > max(WAITED, WAITED * wall):
         return read(value)
     on_disk = _on_disk()  # read again: another process may have written to it meanwhile
     entries = on_disk.get(machine)
-    on_disk[machine] = (entries if isinstance(entries, dict) else {}) | _measured[machine]
+    on_disk[machine] = (entries if isinstance(entries, dict) else {}) | in_memory[machine]
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def kept_measurements(device: torch.device) -> dict[str, Any]:
     """Return all measurements of this machine by name, of this process and of earlier ones."""
     machine = _machine(device)
     on_disk = _on_disk().get(machine)
-    return (on_disk if isinstance(on_disk, dict) else {}) | _measured.get(machine, {})
+    return (on_disk if isinstance(on_disk, dict) else {}) | in_memory.get(machine, {})
 
 
 def _machine(device: torch.device) -> str:
@@ -176,7 +176,7 @@ def _machine(device: torch.device) -> str:
     return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
 
 
-def _clocks() -> tuple[float, float]:
+def clocks() -> tuple[float, float]:
     """Seconds of the wall clock, and seconds in which this thread has run."""
     return time.perf_counter(), time.thread_time()
 

@@ -26,7 +26,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     """A forward that is run, or recorded, takes ten seconds: it would be all that fits into the
     time."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "in_memory", {})
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(there.device)
     there.compile(False)
     lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", adaptive=False)

@@ -181,7 +181,7 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(auto
     folder = train(automatic)
     for before, after in ((0.5, "float32"), (2.0, "float32")):
         slow(monkeypatch, before)
-        monkeypatch.setattr(machine, "_measured", {})
+        monkeypatch.setattr(machine, "in_memory", {})
         (cache_folder() / "machine.json").unlink()
         assert as_begun(automatic).loop.precision == after
         assert train(automatic) == folder  # not refused

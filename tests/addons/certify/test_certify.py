@@ -107,7 +107,7 @@ def test_a_residual_that_is_not_taken_is_found(config, monkeypatch):
     """After a rejection the token is drawn from the unchanged distribution."""
     monkeypatch.setattr(
         verify,
-        "_normalized",
+        "normalized",
         lambda values, otherwise=None: values if otherwise is None else otherwise,
     )
     report = certify(sampled(config, acceptance="token"))

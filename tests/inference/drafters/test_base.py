@@ -6,42 +6,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Useless, check_identity
+from helpers import Useless, check_identity, one_row_tree
+from messages import refused, warned
 
 from headstart.inference import Drafter, DraftTree, SpeculativeLM
 
 VOCAB = Useless.vocab_size
-
-
 ROW = torch.tensor([1, 2, 3])
 
 
 def test_a_drafter_of_ones_own_may_not_sample(target):
-    class Odd(Useless):
+    class Sampling(Useless):
         kind = "sampled_chain"
 
-    with pytest.raises(
-        ValueError, match=r"must make top-k drafts, but Odd\.kind is 'sampled_chain'"
-    ):
-        SpeculativeLM.from_pretrained(target, drafter=Odd())
+    with refused("top-k Sampling.kind 'sampled_chain'"):
+        SpeculativeLM.from_pretrained(target, drafter=Sampling())
 
 
 @pytest.mark.parametrize("where", ["begin", "prefill", "propose", "observe"])
 def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, where):
-    class Broken(Useless):
-        calls = 0
+    calls = []
 
-        def fail(self, *_):
-            Broken.calls += 1
-            raise RuntimeError("its file is gone")
+    def fail(*_):
+        calls.append(where)
+        raise RuntimeError("its file is gone")
 
-    setattr(Broken, where, Broken.fail)
-    lm = SpeculativeLM.from_pretrained(target, drafter=Broken(), adaptive=False)
+    broken = type("Broken", (Useless,), {where: fail})
+    lm = SpeculativeLM.from_pretrained(target, drafter=broken(), adaptive=False)
     for _ in range(2):
-        Broken.calls = 0
-        with pytest.warns(UserWarning, match="the drafter Broken failed.*its file is gone") as told:
+        calls.clear()
+        with warned("Broken its file is gone") as told:
             check_identity(lm, [ROW])
-        assert len(told) == 1 and Broken.calls == 1
+        assert len(told) == len(calls) == 1
 
 
 class Alone:
@@ -80,9 +76,8 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
             self.rows = [[] for _ in range(context.batch_size)]
 
         def prefill(self, chunk):
-            for row, tokens, length in zip(
-                self.rows, chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist()
-            ):
+            texts = zip(self.rows, chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist())
+            for row, tokens, length in texts:
                 row += tokens[:length]
 
         def propose(self, roots_B):
@@ -112,55 +107,40 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
     [3, type("Half", (), {"max_nodes": 2, "propose": None})(), type("Mine", (Drafter,), {})()],
 )
 def test_what_is_not_a_drafter_is_refused(target, own):
-    with pytest.raises(
-        ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(round\); .* lacks some"
-    ):
+    with refused("max_nodes propose(roots_B) observe(round)", type(own).__name__):
         SpeculativeLM(target, own)
 
 
-def tree(tokens, parents, depth, size=None):
-    sizes_B = torch.tensor([len(tokens) if size is None else size])
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), sizes_B, max_depth=depth)
+def of_size(tree, size):
+    return replace(tree, sizes_B=torch.tensor([size]))
 
 
 @pytest.mark.parametrize(
-    ("proposed", "message"),
+    ("proposed", "words"),
     [
+        (lambda root: one_row_tree([root, VOCAB], [-1, 0], 1), f"node 1 token {VOCAB}"),
+        (lambda root: one_row_tree([root, -1], [-1, 0], 1), f"node 1 token -1 {VOCAB}"),
+        (lambda root: one_row_tree([root] * 9, range(-1, 8), 8), "9 nodes max_nodes 8"),
+        (lambda root: one_row_tree([root, 1, 2], [-1, 2, 0], 2), "node 1 parent 2"),
+        (lambda root: one_row_tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "node 0 newest token"),
+        (lambda root: one_row_tree([root, 1, 2], [-1, 0, 1], 1), "2 3 nodes max_depth 1"),
+        (lambda root: one_row_tree([root, 1, 1], [-1, 0, 0], 1), "children node 0 token"),
+        (lambda root: one_row_tree([root], [-1], 3), "0 1 nodes max_depth 3"),
+        (lambda root: of_size(one_row_tree([root, 1], [-1, 0], 1), 3), "sizes_B 3 2 nodes"),
+        (lambda root: of_size(one_row_tree([root, 1], [-1, 0], 1), 0), "sizes_B 0 2 nodes"),
         (
-            lambda root: tree([root, VOCAB], [-1, 0], 1),
-            f"node 1 is token {VOCAB}; the target has {VOCAB}",
-        ),
-        (lambda root: tree([root, -1], [-1, 0], 1), "node 1 is token -1"),
-        (
-            lambda root: tree([root] * 9, list(range(-1, 8)), 8),
-            "9 nodes, more than the drafter's max_nodes, 8",
-        ),
-        (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 has the parent 2"),
-        (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "must be the row's newest token"),
-        (
-            lambda root: tree([root, 1, 2], [-1, 0, 1], 1),
-            "is 2 deep and has 3 nodes, but max_depth is 1",
-        ),
-        (
-            lambda root: tree([root, 1, 1], [-1, 0, 0], 1),
-            "two children of node 0 are the same token",
-        ),
-        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, but max_depth is 3"),
-        (lambda root: tree([root, 1], [-1, 0], 1, size=3), "sizes_B is 3, but the row has 2 nodes"),
-        (lambda root: tree([root, 1], [-1, 0], 1, size=0), "sizes_B is 0, but the row has 2 nodes"),
-        (
-            lambda root: replace(tree([root, 1], [-1, 0], 1), kind="sampled_chain"),
-            "only top-k drafts are allowed",
+            lambda root: one_row_tree([root, 1], [-1, 0], 1, kind="sampled_chain"),
+            "sampled_chain top-k",
         ),
     ],
 )
-def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
+def test_what_is_no_tree_is_not_decoded_with(target, proposed, words):
     class Odd(Useless):
         def propose(self, roots_B):
             return proposed(int(roots_B[0]))
 
     lm = SpeculativeLM.from_pretrained(target, drafter=Odd(), adaptive=False)
-    with pytest.warns(UserWarning, match=message):
+    with warned(words):
         check_identity(lm, [ROW])
 
 
@@ -168,7 +148,7 @@ def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
 def test_padding_may_repeat_a_token(target):
     class Ragged(Useless):
         def propose(self, roots_B):
-            return tree([int(roots_B[0]), 1, 1], [-1, 0, 0], 1, size=2)
+            return of_size(one_row_tree([int(roots_B[0]), 1, 1], [-1, 0, 0], 1), 2)
 
     lm = SpeculativeLM.from_pretrained(target, drafter=Ragged(), adaptive=False)
     check_identity(lm, [ROW])

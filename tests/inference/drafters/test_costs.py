@@ -4,12 +4,13 @@ the sizes."""
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
 from helpers import Ended, build_t5, check_identity, head_for, other_model
+from messages import refused
 
-from headstart.files import cache_folder
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters import costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
@@ -20,23 +21,8 @@ from headstart.inference.tuning import machine
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.inference.tuning.tree_search import by_speed
 
-
-@pytest.fixture(autouse=True)
-def steps_take_what_is_assumed() -> None:
-    """Not here: costs and clocks are what is tested."""
-
-
+pytestmark = [pytest.mark.clock, pytest.mark.usefixtures("nothing_measured")]
 TABLE = RoundCosts({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}, draft=0.25)
-
-
-@pytest.fixture(autouse=True)
-def measured(nothing_measured, monkeypatch):
-    """Nothing was measured yet; the list of what was."""
-    calls, original = [], costs._measured
-    monkeypatch.setattr(costs, "_measured", lambda *given: calls.append(given) or original(*given))
-    return calls
-
-
 HEADS = {
     "medusa": {"num_heads": 2},
     "hydra++": {"num_heads": 2},
@@ -45,8 +31,14 @@ HEADS = {
 }
 
 
-def a_head(target, kind="medusa", **options):
+def of_kind(target, kind="medusa", **options):
     return head_for(target, kind, **HEADS[kind] | options)
+
+
+def measurements():
+    """How many costs of rounds this machine has."""
+    names = machine.kept_measurements(torch.device("cpu"))
+    return sum(name.startswith("seconds of a round") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -64,70 +56,75 @@ def test_seconds_are_straight_between_the_sizes_and_go_on_beyond(nodes, depth, e
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measured, kind):
+def test_costs_of_every_head_are_measured_once(tiny_target, kind):
     target = tiny_target(dtype=torch.float32)
-    head = a_head(target, kind)
-    found = measured_costs(target, head)
+    found = measured_costs(target, of_kind(target, kind))
     assert tuple(found.forward) == SIZES
     assert all(0 < seconds < 1 for seconds in (*found.forward.values(), found.draft))
     assert 0 <= found.reading < found.draft
     assert list(found.forward.values()) == sorted(found.forward.values())
-    # other weights, as large
-    again = measured_costs(tiny_target(dtype=torch.float32, seed=1), a_head(target, kind))
-    assert again == found and len(measured) == 1
-    monkeypatch.setattr(machine, "_measured", {})
-    assert measured_costs(target, head) == found and len(measured) == 1  # in another process
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda build: (build(layers=3), None),
-        lambda build: (build(vocab_size=40), None),
-        lambda build: (build(head_dim=16), None),
-        lambda build: (build(dtype=torch.bfloat16), None),
-        lambda build: (eager(build()), None),
-        lambda build: (compiled(build()), None),
-        lambda build: (build(), {"kind": "medusa"}),
-        lambda build: (build(), {"kind": "medusa", "num_heads": 1}),
-        lambda build: (build(), {"kind": "medusa", "num_layers": 2}),
-        lambda build: (build(), {"kind": "eagle"}),
-    ],
-)
-def test_other_dimensions_are_measured_for_themselves(tiny_target, monkeypatch, measured, other):
-    table = RoundCosts(TABLE.forward, draft=0.0)
-    monkeypatch.setattr(costs, "_measured", lambda *given: measured.append(given) or table)
-    plain = tiny_target()
-    measured_costs(plain)
-    measured_costs(plain, a_head(plain))
-    known = len(measured)
-    target, options = other(tiny_target)
-    is_known = options == {"kind": "medusa"}
-    for _ in range(2):
-        measured_costs(target, options and a_head(target, **options))
-        assert len(measured) == known + (not is_known)
-
-
-def test_nothing_is_measured_while_another_thread_generates(tiny_target, monkeypatch, measured):
-    """Both would run the same kernels, whose buffers are shared."""
-    target = tiny_target()
-    held = []
-    table = RoundCosts(TABLE.forward, 0.0)
-    monkeypatch.setattr(
-        costs, "_measured", lambda *_: held.append(target.lock._lock._is_owned()) or table
-    )
-    measured_costs(target)
-    assert held == [True]
+    other = tiny_target(dtype=torch.float32, seed=1)  # with other weights, as large
+    assert measured_costs(other, of_kind(target, kind)) == found
+    machine.in_memory.clear()  # in another process
+    assert measured_costs(target, of_kind(target, kind)) == found
 
 
 def eager(target):
-    target.model.config._attn_implementation = "eager"
+    target.model.set_attn_implementation("eager")
     return target
 
 
-def compiled(target):
+def recorded(target):
     target.engine.name = "cuda graphs"
     return target
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "more"),
+    [
+        (lambda build: build(), {}, 0),
+        (lambda build: build(layers=3), None, 1),
+        (lambda build: build(vocab_size=40), None, 1),
+        (lambda build: build(head_dim=16), None, 1),
+        (lambda build: build(dtype=torch.bfloat16), None, 1),
+        (lambda build: eager(build()), None, 1),
+        (lambda build: recorded(build()), None, 1),
+        (lambda build: build(), {"num_heads": 1}, 1),
+        (lambda build: build(), {"num_layers": 2}, 1),
+        (lambda build: build(), {"kind": "eagle"}, 1),
+    ],
+)
+def test_other_dimensions_are_measured_for_themselves(tiny_target, build, options, more):
+    plain = tiny_target()
+    measured_costs(plain)
+    measured_costs(plain, of_kind(plain))
+    target = build(tiny_target)
+    for _ in range(2):
+        measured_costs(target, None if options is None else of_kind(target, **options))
+        assert measurements() == 2 + more
+
+
+def test_nothing_is_measured_while_another_thread_generates(tiny_target, monkeypatch):
+    """Both would run the same kernels, whose buffers are shared."""
+    target = tiny_target()
+    forward = target.engine.forward_chain
+    waits = []
+
+    def take_the_lock():
+        with target.lock:
+            pass
+
+    def watched(*given):
+        if not waits:
+            other = threading.Thread(target=take_the_lock)
+            other.start()
+            other.join(0.2)
+            waits.append(other.is_alive())
+        return forward(*given)
+
+    monkeypatch.setattr(target.engine, "forward_chain", watched)
+    measured_costs(target)
+    assert waits == [True]
 
 
 @pytest.mark.parametrize(
@@ -146,62 +143,77 @@ def compiled(target):
         {"forward": TABLE.forward, "draft": 0.25, "reading": "x"},
     ],
 )
-def test_costs_that_cannot_be_are_measured_anew(tiny_target, monkeypatch, measured, kept):
+def test_costs_that_cannot_be_are_measured_anew(tiny_target, nothing_measured, kept):
     target = tiny_target()
     measured_costs(target)
-    monkeypatch.setattr(machine, "_measured", {})
-    path = cache_folder() / "machine.json"
+    machine.in_memory.clear()
+    path = nothing_measured / machine.MACHINE_FILE
     ((name, held),) = json.loads(path.read_text()).items()
     path.write_text(json.dumps({name: dict.fromkeys(held, kept)}))
-    assert tuple(measured_costs(target).forward) == SIZES and len(measured) == 2
+    found = measured_costs(target)
+    assert tuple(found.forward) == SIZES
+    assert found.forward[1] < TABLE.forward[1]
 
 
-def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
+@pytest.fixture
+def moved_clock(monkeypatch):
+    """The clock of all measurements, in seconds; it stands still."""
+    now = [0.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def slowed(monkeypatch, owner, name, clock, seconds):
+    """Move the clock in each call of a method by what `seconds` returns for its arguments."""
+    method = getattr(owner, name)
+
+    def slow(*given):
+        clock[0] += seconds(*given)
+        return method(*given)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch, moved_clock):
     """By a clock that they move."""
     target = tiny_target()
-    head, clock = a_head(target, "eagle"), [0.0]
+    head = of_kind(target, "eagle")
+    cost = {1: 1.0, 2: 2.0, 4: 1.5, 8: 3.0, 16: 4.0, 32: 5.0}
     sizes, drafts = [], []
-    forward, expand, observe = target.engine.forward_chain, head.expand, head.observe
 
-    def slow_observe(state, features_BAF, *given):
-        clock[0] += features_BAF.shape[1] / 64
-        return observe(state, features_BAF, *given)
-
-    def slow_forward(tokens_BN, *given):
+    def forward_seconds(tokens_BN, *_):
         sizes.append(tokens_BN.shape[1])
-        clock[0] += {1: 1.0, 2: 2.0, 4: 1.5, 8: 3.0, 16: 4.0, 32: 5.0}[sizes[-1]]
-        return forward(tokens_BN, *given)
+        return cost[sizes[-1]]
 
-    def slow_expand(*given):
-        drafts.append(1)
-        clock[0] += 0.5
-        return expand(*given)
+    def draft_seconds(*given):
+        drafts.append(given)
+        return 0.5
 
-    monkeypatch.setattr(target.engine, "forward_chain", slow_forward)
-    monkeypatch.setattr(head, "expand", slow_expand)
-    monkeypatch.setattr(head, "observe", slow_observe)
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    def reading_seconds(state, features_BAF, *_):
+        return features_BAF.shape[1] / 64
+
+    slowed(monkeypatch, target.engine, "forward_chain", moved_clock, forward_seconds)
+    slowed(monkeypatch, head, "expand", moved_clock, draft_seconds)
+    slowed(monkeypatch, head, "observe", moved_clock, reading_seconds)
     found = measured_costs(target, head)
-    assert found.forward == {1: 1.0, 2: 2.0, 4: 2.0, 8: 3.0, 16: 4.0, 32: 5.0}
+    assert found.forward == {**cost, 4: 2.0}
     assert found.draft == pytest.approx(0.5, rel=0.01)  # with the token that is read before
     assert found.reading == pytest.approx(1 / 64, rel=0.01)
     # a second was over after the first ones
     assert sorted(sizes) == [*SIZES] and len(drafts) == 2 * costs.DEPTH
 
 
-def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
+def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch, moved_clock):
     """Every second forward takes three times as long."""
-    target, clock, sizes = tiny_target(), [0.0], []
-    forward = target.engine.forward_chain
+    target = tiny_target()
     cost = {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
+    sizes = []
 
-    def slow_forward(tokens_BN, *given):
+    def seconds(tokens_BN, *_):
         sizes.append(tokens_BN.shape[1])
-        clock[0] += cost[sizes[-1]] * (3 if len(sizes) % 2 else 1)
-        return forward(tokens_BN, *given)
+        return cost[sizes[-1]] * (3 if len(sizes) % 2 else 1)
 
-    monkeypatch.setattr(target.engine, "forward_chain", slow_forward)
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    slowed(monkeypatch, target.engine, "forward_chain", moved_clock, seconds)
     assert measured_costs(target).forward == pytest.approx(cost)
 
 
@@ -212,7 +224,7 @@ def test_an_encoder_decoder_has_costs_too():
 
 def in_drafters(target):
     """Engines whose drafter holds a head, or none."""
-    head = a_head(target)
+    head = of_kind(target)
     return {
         "head": SpeculativeLM.from_pretrained(target, head, tree="chain:2"),
         "two trees": SpeculativeLM.from_pretrained(target, head, tree="chain:2|chain:1"),
@@ -224,20 +236,21 @@ def in_drafters(target):
     }
 
 
-def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
+def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target):
     for name, lm in in_drafters(tiny_target(dtype=torch.float32)).items():
         assert "costs" not in vars(lm)
-        heard, state = Ended(), torch.get_rng_state()
+        heard = Ended()
+        state = torch.get_rng_state()
         lm.observers.append(heard)
         assert lm.warmup() is lm, name
-        assert heard.stats == [] and torch.equal(torch.get_rng_state(), state)
-        assert not any(
-            part.records for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter)
-        )
+        assert heard.stats == []
+        assert torch.equal(torch.get_rng_state(), state)
+        adaptive = [part for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter)]
+        assert not any(part.records for part in adaptive)
         check_identity(lm, [torch.arange(5)], max_new_tokens=6)
         assert len(heard.stats) == 1
         assert (lm.costs.draft > 0) == (name in ("head", "two trees", "hybrid", "fallback")), name
-    assert len(measured) == 2
+    assert measurements() == 2
 
 
 def test_a_warm_up_that_fails_leaves_the_listeners(tiny_target, monkeypatch):
@@ -245,7 +258,7 @@ def test_a_warm_up_that_fails_leaves_the_listeners(tiny_target, monkeypatch):
     heard = Ended()
     lm.observers.append(heard)
     monkeypatch.setattr(lm, "generate", lambda *_, **__: int("broken"))
-    with pytest.raises(ValueError, match="broken"):
+    with refused("broken"):
         lm.warmup()
     assert lm.observers == [heard]
 

@@ -4,12 +4,14 @@ other drafts by that."""
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
 
 import pytest
 import torch
-from helpers import check_identity, head_for, written_alone
+from helpers import calls_of, check_identity, generated, written_alone
+from messages import refused
 
 from headstart.inference import History, SpeculativeLM
 from headstart.inference.drafters import history, text_index
@@ -21,11 +23,7 @@ from headstart.inference.drafters.text_index import CONTINUATIONS, LONGEST, Matc
 from headstart.inference.tuning.round_costs import RoundCosts
 
 VOCAB = 20
-
-
-@pytest.fixture
-def head(target):
-    return head_for(target, "medusa", num_heads=3)
+PROMPT = torch.tensor([[4, 8, 15, 16, 2, 3]])
 
 
 def searched(tokens, tail, length, capacity):
@@ -85,7 +83,7 @@ def test_rates_are_the_shares_that_were_foretold():
     assert rates.most(match, 1) == pytest.approx(1 + rates.of(3))
 
 
-def tree_of(match, size=8, costs=FREE, path_only=False, rates=None):
+def best_tree_of(match, size=8, costs=FREE, path_only=False, rates=None):
     found = Found(match, rates or Rates())
     trie, tokens = best_tree(9, found, size, costs, 1, path_only)
     return trie.tokens, trie.parents, tokens
@@ -93,53 +91,45 @@ def tree_of(match, size=8, costs=FREE, path_only=False, rates=None):
 
 def test_the_nodes_that_most_continuations_share_are_drafted():
     match = Match(LONGEST, [[1, 2, 3], [4, 5], [4, 6], [4, 5]])
-    tokens, _, expected = tree_of(match)
+    tokens, _, expected = best_tree_of(match)
     assert sorted(tokens) == [1, 2, 3, 4, 5, 6, 9]
     # 4 has three of four continuations, 5 two of three of those
     rate = Rates().of(LONGEST)
     assert expected == pytest.approx(
         1 + rate + rate**2 * (2 / 4 + 1 / 4 + 1 / 4) + rate**3 * (1 / 4)
     )
-    assert tree_of(match, size=3)[:2] == ([9, 4, 5], [-1, 0, 1])
-    assert tree_of(match, path_only=True)[:2] == ([9, 4, 5], [-1, 0, 1])
+    assert best_tree_of(match, size=3)[:2] == ([9, 4, 5], [-1, 0, 1])
+    assert best_tree_of(match, path_only=True)[:2] == ([9, 4, 5], [-1, 0, 1])
 
 
 def test_no_more_nodes_are_drafted_than_pay():
     steep = RoundCosts({1: 1.0, 2: 1.3}, draft=0.0)
     path = Match(4, [[1, 2, 3, 4, 5, 6]])
-    assert len(tree_of(path)[0]) == 7
-    assert 1 < len(tree_of(path, costs=steep)[0]) < 7
+    assert len(best_tree_of(path)[0]) == 7
+    assert 1 < len(best_tree_of(path, costs=steep)[0]) < 7
     hopeless = RoundCosts({1: 1.0, 2: 3.0}, draft=0.0)
-    assert tree_of(path, costs=hopeless)[2] < 1
-
-
-def wrong_by(rates):
-    """Rates that say nothing will be accepted."""
-    rates._right = [0.0] * len(rates._right)
-    return rates
+    assert best_tree_of(path, costs=hopeless)[2] < 1
 
 
 def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
-    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    truth = SpeculativeLM(target).generate(prompt, **settings).sequences
+    truth = generated(SpeculativeLM(target), PROMPT, max_new_tokens=40).sequences
     rounds = {}
     for earlier in (True, False):
         source = History(earlier=earlier)
         lm = SpeculativeLM.from_pretrained(target, drafter=source, adaptive=False)
-        outputs = [lm.generate(prompt, **settings) for _ in range(2)]
+        outputs = [generated(lm, PROMPT, max_new_tokens=40) for _ in range(2)]
         assert all(torch.equal(output.sequences, truth) for output in outputs)
         rounds[earlier] = [output.stats.rounds for output in outputs]
     assert rounds[True][1] < rounds[True][0] / 2
     assert rounds[False][0] == rounds[False][1] == rounds[True][0]
 
 
-def test_no_text_leaves_the_process(target, head):
+def test_no_text_leaves_the_process(target, medusa):
     """No file is opened for writing and nothing is sent while answers are given and searched."""
-    lm = SpeculativeLM.from_pretrained(target, head)
-    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    lm.generate(prompt, **settings)  # imports what is imported late, whose bytecode is written
+    lm = SpeculativeLM.from_pretrained(target, medusa)
+    generated(
+        lm, PROMPT, max_new_tokens=20
+    )  # imports what is imported late, whose bytecode is written
     watching = True
     noted = []
 
@@ -152,7 +142,7 @@ def test_no_text_leaves_the_process(target, head):
 
     sys.addaudithook(hook)
     for _ in range(2):
-        lm.generate(prompt, **settings)
+        generated(lm, PROMPT, max_new_tokens=20)
     watching = False
     assert lm.drafter.earlier.end > 40
     assert not noted
@@ -161,29 +151,24 @@ def test_no_text_leaves_the_process(target, head):
 def test_large_batches_are_not_searched(target, monkeypatch):
     lm = SpeculativeLM.from_pretrained(target, drafter=History(earlier=False), adaptive=False)
     rows = torch.tensor([[1, 2, 1, 2, 1]] * 3)
-    settings = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 30, "do_sample": False}
-    few = lm.generate(rows, pad_token_id=0, **settings)
+    few = generated(lm, rows, max_new_tokens=30)
     monkeypatch.setattr(history, "MOST_ROWS", 2)
-    many = lm.generate(rows, pad_token_id=0, **settings)
+    many = generated(lm, rows, max_new_tokens=30)
     assert torch.equal(few.sequences, many.sequences)
     assert few.stats.acceptance_length > 1 == many.stats.acceptance_length
 
 
-def test_a_lossy_rule_sees_no_earlier_answers(target, head):
+def test_a_lossy_rule_sees_no_earlier_answers(target, medusa):
     """There drafts may change the text."""
-    lm = SpeculativeLM.from_pretrained(target, head, acceptance="typical", lossy=True)
+    lm = SpeculativeLM.from_pretrained(target, medusa, acceptance="typical", lossy=True)
     assert lm.drafter.earlier is None
-    assert SpeculativeLM.from_pretrained(target, head).drafter.earlier is not None
+    assert SpeculativeLM.from_pretrained(target, medusa).drafter.earlier is not None
 
 
-def test_trees_of_single_calls_search_the_same_answers(target, head):
-    lm = SpeculativeLM.from_pretrained(target, head)
-    prompt = torch.tensor([[4, 8, 15]])
-    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    lm.generate(prompt, tree="chain:2", **settings)
-    lm.generate(prompt, tree="chain:1", **settings)  # the first answer has ended
-    lm.generate(prompt, tree="chain:2", **settings)
-    lm.generate(prompt, **settings)
+def test_trees_of_single_calls_search_the_same_answers(target, medusa):
+    lm = SpeculativeLM.from_pretrained(target, medusa)
+    for tree in ("chain:2", "chain:1", "chain:2", None):
+        generated(lm, PROMPT, tree=tree, max_new_tokens=10)
     assert lm.drafter.earlier.end > 10
     end = lm.drafter.earlier.end
     lm.warmup()  # of which nothing is remembered
@@ -193,12 +178,12 @@ def test_trees_of_single_calls_search_the_same_answers(target, head):
 def test_memory_does_not_grow_with_answers():
     earlier = TextIndex(1000)
     earlier.add([1])
-    size = len(earlier._ring), [len(links) for links in earlier._before]
+    size = len(pickle.dumps(earlier))
     chance = random.Random(0)
     for _ in range(10_000):
         earlier.add([chance.randrange(50) for _ in range(9)] + [-1])
     assert earlier.end == 1 + 10_000 * 10
-    assert size == (len(earlier._ring), [len(links) for links in earlier._before])
+    assert len(pickle.dumps(earlier)) < size + 20
     assert len(earlier.last(10**6)) == 1000
 
 
@@ -214,7 +199,9 @@ def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
     truth = written_alone(target.model, rows[1], do_sample=False, **settings)
     other = make_drafter(target, target, "chain:3")
     lm = SpeculativeLM(target, HistoryDrafter(nodes=5, earlier=TextIndex(500), other=other))
-    wrong_by(lm.drafter.rates[0])  # nothing is expected of a row's own text
+    for length in range(LONGEST + 1):  # nothing is expected of a row's own text
+        for _ in range(100):
+            lm.drafter.rates[0].learn(Match(length, [[0]]), [1])
     lm.drafter.earlier.add([*rows[1].tolist(), *truth, -1])
     output = check_identity(lm, rows, **settings)
     unknown, known = [[record.returned for record in row] for row in output.stats.rows]
@@ -224,72 +211,71 @@ def test_each_row_of_a_batch_is_drafted_for_by_whoever_expects_more(target):
 
 def test_a_round_of_the_history_is_not_timed_as_one_of_the_others(target, monkeypatch):
     """Not even where the other drafter had proposed a step ahead."""
-    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    answer = SpeculativeLM(target).generate(prompt, **settings).sequences[0].tolist()
+    answer = generated(SpeculativeLM(target), PROMPT, max_new_tokens=40).sequences[0].tolist()
     other = AdaptiveDrafter([make_drafter(target, target, "chain:3")])
     ours = HistoryDrafter(earlier=TextIndex(500), other=other)
     ours.earlier.add([*answer, -1])
-    found = []
+    asked = calls_of(monkeypatch, other, "propose")
+    propose = ours.propose
+    choices = []
 
     def after_one_ahead(roots_B):
+        asked.clear()
         other.choice = Choice(0)
-        tree = HistoryDrafter.propose(ours, roots_B)
-        found.append((tree is ours._proposed, other.choice))
+        tree = propose(roots_B)
+        if not asked:  # the tree is the history's alone
+            choices.append(other.choice)
         return tree
 
     monkeypatch.setattr(ours, "propose", after_one_ahead)
-    SpeculativeLM(target, ours).generate(prompt, **settings)
-    assert (True, None) in found and all(choice is None for ours, choice in found if ours)
+    generated(SpeculativeLM(target, ours), PROMPT, max_new_tokens=40)
+    assert choices and set(choices) == {None}
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_a_head_reads_what_a_history_wrote(target, head, lazy):
-    """Its drafts afterwards are those that it makes after the same text read as a prompt."""
-    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    settings["no_repeat_ngram_size"] = 2  # so that the text does not go round in circles
-    lm = SpeculativeLM.from_pretrained(
-        target, head, tree="chain:3", adaptive=False, drafter="history:4:3"
-    )
-    chain = lm.drafter.other
-    chain.model_state.lazy = lazy
+def noted_drafts(chain, text_length):
+    """The chains that a drafter proposes from now on, each with the text's length."""
     drafts = []
     propose = chain.propose
 
     def noted(roots_B):
         tree = propose(roots_B)
-        drafts.append((lm.drafter.rows[0].text.end, tree.tokens_BN[0].tolist()))
+        drafts.append((text_length(), tree.tokens_BN[0].tolist()))
         return tree
 
     chain.propose = noted
-    text = lm.generate(prompt, max_new_tokens=60, **settings).sequences
+    return drafts
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_head_reads_what_a_history_wrote(target, medusa, lazy):
+    """Its drafts afterwards are those that it makes after the same text read as a prompt."""
+    settings = {"no_repeat_ngram_size": 2}  # so that the text does not go round in circles
+    options = {"tree": "chain:3", "adaptive": False}
+    lm = SpeculativeLM.from_pretrained(target, medusa, drafter="history:4:3", **options)
+    lm.drafter.other.model_state.lazy = lazy
+    text = generated(lm, PROMPT, max_new_tokens=60, **settings).sequences
+    assert len(set(text[0, 26:].tolist())) > 5
     # The history knows how the answer begins, and drafts before the head has read the prompt.
     lm.drafter.forget()
     lm.drafter.earlier.add([*text[0, :26].tolist(), -1])
-    lm.drafter._usual = 1.5
-    drafts.clear()
-    assert torch.equal(lm.generate(prompt, max_new_tokens=60, **settings).sequences, text)
-    assert drafts[0][0] > 20 and len(drafts) > 2 and len(set(text[0, 26:].tolist())) > 5
-    alone = SpeculativeLM.from_pretrained(target, head, tree="chain:3", adaptive=False)
-    expected = []
-    alone.drafter.propose = lambda roots_B: (
-        expected.append(type(alone.drafter).propose(alone.drafter, roots_B)) or expected[-1]
-    )
+    drafts = noted_drafts(lm.drafter.other, lambda: lm.drafter.rows[0].text.end)
+    assert torch.equal(generated(lm, PROMPT, max_new_tokens=60, **settings).sequences, text)
+    assert drafts[0][0] > 20 and len(drafts) > 2
+    alone = SpeculativeLM.from_pretrained(target, medusa, **options)
+    expected = noted_drafts(alone.drafter, lambda: None)
     for length, tokens in drafts:
         expected.clear()
         # The prompt's last token is chosen by the target: one before the root.
-        read = text[:, : length - 1]
-        alone.generate(read, attention_mask=torch.ones_like(read), max_new_tokens=3, **settings)
-        assert expected[0].tokens_BN[0].tolist() == tokens
+        generated(alone, text[:, : length - 1], max_new_tokens=3, **settings)
+        assert expected[0] == (None, tokens)
 
 
-def test_what_does_not_fit_is_refused(target, head):
-    with pytest.raises(ValueError, match="at least 2 nodes"):
+def test_what_does_not_fit_is_refused(target, medusa):
+    with refused("2 nodes"):
         HistoryDrafter(nodes=1)
-    with pytest.raises(ValueError, match="top-k"):
+    with refused("top-k"):
         HistoryDrafter(other=make_drafter(target, target, "drawn:chain:2"))
-    with pytest.raises(ValueError, match="drafter must be history, prompt-lookup or retrieval"):
-        SpeculativeLM.from_pretrained(target, head, drafter="model:small")
-    sampled = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2")
+    with refused("history prompt-lookup retrieval"):
+        SpeculativeLM.from_pretrained(target, medusa, drafter="model:small")
+    sampled = SpeculativeLM.from_pretrained(target, medusa, tree="drawn:chain:2")
     assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from itertools import groupby
+from dataclasses import replace
 
 import pytest
 
@@ -37,13 +37,15 @@ def untimed(seconds: float, tokens: float, idle: float = math.inf) -> Candidate:
     return Candidate(seconds, tokens, idle=idle)
 
 
-def record(*candidates: Candidate, plain: int | None = PLAIN, last: int = PLAIN, **more) -> Record:
+def steps_of(
+    *candidates: Candidate, plain: int | None = PLAIN, last: int = PLAIN, **more
+) -> Record:
     return Record(candidates, plain, last=last, **more)
 
 
 def example(idle: float) -> Record:
     """The example of the docstring of `choose`, in plain steps."""
-    return record(timed(1.0, 1.0), timed(1.5, 2.4), timed(1.2, 1.5, idle), last=TREE)
+    return steps_of(timed(1.0, 1.0), timed(1.5, 2.4), timed(1.2, 1.5, idle), last=TREE)
 
 
 GOOD = timed(1.5, 2.4)
@@ -52,88 +54,88 @@ STEP = timed(1.0, 1.0)
 
 CHOICES = {
     # the fastest leads
-    "drafts that pay go on": (record(STEP, GOOD, last=TREE), Choice(TREE)),
-    "drafts that do not pay": (record(STEP, USELESS, last=TREE), Choice(PLAIN)),
+    "drafts that pay go on": (steps_of(STEP, GOOD, last=TREE), Choice(TREE)),
+    "drafts that do not pay": (steps_of(STEP, USELESS, last=TREE), Choice(PLAIN)),
     "a leader that was timed once is probed": (
-        record(Candidate(1.0, 1.0, 2, (1.0,), 0.0), USELESS, last=TREE),
+        steps_of(Candidate(1.0, 1.0, 2, (1.0,), 0.0), USELESS, last=TREE),
         Choice(PLAIN, True),
     ),
-    "the faster of two trees": (record(STEP, GOOD, timed(1.6, 2.0), last=OTHER), Choice(TREE)),
+    "the faster of two trees": (steps_of(STEP, GOOD, timed(1.6, 2.0), last=OTHER), Choice(TREE)),
     "nothing was timed": (
-        record(untimed(1.0, 1.0), untimed(1.5, 1.4), untimed(1.8, 2.0)),
+        steps_of(untimed(1.0, 1.0), untimed(1.5, 1.4), untimed(1.8, 2.0)),
         Choice(OTHER, True),
     ),
     # probes
     "the example, too early": (example(300.0), Choice(TREE)),
     "the example, 40 tokens later": (example(340.0), Choice(OTHER, True)),
     "plain steps are probed, too": (
-        record(timed(1.0, 1.0, 241.0), GOOD, last=TREE),
-        Choice(0, True),
+        steps_of(timed(1.0, 1.0, 241.0), GOOD, last=TREE),
+        Choice(PLAIN, True),
     ),
-    "plain steps, too early": (record(timed(1.0, 1.0, 239.0), GOOD, last=TREE), Choice(TREE)),
+    "plain steps, too early": (steps_of(timed(1.0, 1.0, 239.0), GOOD, last=TREE), Choice(TREE)),
     "one that promises more, at once": (
-        record(STEP, GOOD, untimed(2.0, 4.0), last=TREE),
+        steps_of(STEP, GOOD, untimed(2.0, 4.0), last=TREE),
         Choice(OTHER, True),
     ),
     "one that promises less, later": (
-        record(STEP, GOOD, untimed(2.0, 2.0, 0.0), last=TREE),
+        steps_of(STEP, GOOD, untimed(2.0, 2.0, 0.0), last=TREE),
         Choice(1),
     ),
     "the one that waited longest": (
-        record(STEP, timed(1.5, 1.0, 900.0), timed(1.5, 1.0, 901.0)),
+        steps_of(STEP, timed(1.5, 1.0, 900.0), timed(1.5, 1.0, 901.0)),
         Choice(OTHER, True),
     ),
-    "a probe goes on": (record(STEP, USELESS, last=TREE, probe_left=1), Choice(TREE)),
+    "a probe goes on": (steps_of(STEP, USELESS, last=TREE, probe_left=1), Choice(TREE)),
     "a probe of plain steps goes on": (
-        record(STEP, GOOD, probe_left=1, credit=-1.0),
+        steps_of(STEP, GOOD, probe_left=1, credit=-1.0),
         Choice(PLAIN),
     ),
-    "a probe ends": (record(STEP, USELESS, last=TREE, probe_left=0), Choice(PLAIN)),
-    "a single tree": (record(GOOD, plain=None), Choice(0)),
+    "a probe ends": (steps_of(STEP, USELESS, last=TREE, probe_left=0), Choice(PLAIN)),
+    "a single tree": (steps_of(GOOD, plain=None), Choice(0)),
     # credit
-    "credit is used up": (record(STEP, GOOD, last=TREE, credit=-0.1), Choice(PLAIN)),
+    "credit is used up": (steps_of(STEP, GOOD, last=TREE, credit=-0.1), Choice(PLAIN)),
     "a probe on no credit": (
-        record(STEP, USELESS, last=TREE, probe_left=2, credit=-0.1),
+        steps_of(STEP, USELESS, last=TREE, probe_left=2, credit=-0.1),
         Choice(PLAIN),
     ),
-    "drafts begin again too early": (record(STEP, GOOD, credit=0.4), Choice(PLAIN)),
-    "drafts begin again": (record(STEP, GOOD, credit=0.6), Choice(TREE)),
-    "a slow tree needs no more than all": (record(STEP, timed(9.0, 10.0)), Choice(TREE)),
+    "drafts begin again too early": (steps_of(STEP, GOOD, credit=0.4), Choice(PLAIN)),
+    "drafts begin again": (steps_of(STEP, GOOD, credit=0.6), Choice(TREE)),
+    "a slow tree needs no more than all": (steps_of(STEP, timed(9.0, 10.0)), Choice(TREE)),
     "a probe is due, on no credit": (
-        record(STEP, timed(1.5, 1.0, 900.0), credit=0.4),
+        steps_of(STEP, timed(1.5, 1.0, 900.0), credit=0.4),
         Choice(PLAIN),
     ),
     "without plain steps, no credit": (
-        record(timed(1.0, 1.4), timed(1.5, 2.4), plain=None, last=1, credit=-9.0),
+        steps_of(timed(1.0, 1.4), timed(1.5, 2.4), plain=None, last=1, credit=-9.0),
         Choice(TREE),
     ),
     # what the head has not read; drafts save 0.375 of a step per token
     "the prefill is earned back": (
-        record(STEP, GOOD, unread_seconds=30.0, tokens_to_come=81.0),
+        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=81.0),
         Choice(TREE),
     ),
     "the prefill is not earned back": (
-        record(STEP, GOOD, unread_seconds=30.0, tokens_to_come=79.0),
+        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=79.0),
         Choice(PLAIN),
     ),
     "few tokens to come, nothing to read": (
-        record(STEP, GOOD, last=TREE, tokens_to_come=1.0),
+        steps_of(STEP, GOOD, last=TREE, tokens_to_come=1.0),
         Choice(TREE),
     ),
     "the prefill of a probe is felt": (
-        record(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=128.0),
+        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=128.0),
         Choice(PLAIN),
     ),
     "the prefill of a probe is not felt": (
-        record(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
     "the prefill counts as a loss": (
-        record(STEP, timed(1.5, 1.0, 599.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(STEP, timed(1.5, 1.0, 599.0), unread_seconds=4.0, tokens_to_come=140.0),
         Choice(PLAIN),
     ),
     "the prefill counts once": (
-        record(STEP, timed(1.5, 1.0, 601.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(STEP, timed(1.5, 1.0, 601.0), unread_seconds=4.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
 }
@@ -144,27 +146,17 @@ def test_the_next_step_follows_from_what_was_measured(known: Record, choice: Cho
     assert choose(known) == choice
 
 
-DRAFTING = record(STEP, GOOD, last=TREE, credit=1.0)
+BEGINNING = steps_of(STEP, untimed(1.5, 2.4), credit=1.0)
+ALWAYS = steps_of(GOOD, USELESS, plain=None, credit=1.0)
+DRAFTING = steps_of(STEP, GOOD, last=TREE, credit=1.0)
 CREDITS = {
     # after a step of the tree, which costs 1.5 plain steps
     "a gain": (DRAFTING, Choice(TREE), 1.5, 4.0, 1.0 + 2.5 + 4 * PROBE_SHARE),
     "a loss": (DRAFTING, Choice(TREE), 1.5, 1.0, 1.0 - 0.5 + PROBE_SHARE),
     "a pause is not charged": (DRAFTING, Choice(TREE), 75.0, 1.0, 1.0 - 0.5 + PROBE_SHARE),
     "plain steps": (DRAFTING, Choice(PLAIN), 1.0, 1.0, 1.0 + PROBE_SHARE),
-    "the first step of a tree": (
-        record(STEP, untimed(1.5, 2.4), credit=1.0),
-        Choice(TREE, True),
-        30.0,
-        1.0,
-        1.0 + PROBE_SHARE,
-    ),
-    "without plain steps": (
-        record(GOOD, USELESS, plain=None, credit=1.0),
-        Choice(1),
-        1.5,
-        1.0,
-        1.0 + PROBE_SHARE,
-    ),
+    "the first step of a tree": (BEGINNING, Choice(TREE, True), 30.0, 1.0, 1.0 + PROBE_SHARE),
+    "without plain steps": (ALWAYS, Choice(TREE), 1.5, 1.0, 1.0 + PROBE_SHARE),
 }
 
 
@@ -178,12 +170,12 @@ def test_credit_is_what_drafts_may_lose(
 
 
 def test_gains_of_an_answer_are_not_lost_in_the_next() -> None:
-    assert answer_begins(record(STEP, GOOD, credit=50.0)).credit == CREDIT
-    assert answer_begins(record(STEP, GOOD, credit=-1.0)).credit == -1.0
+    assert answer_begins(steps_of(STEP, GOOD, credit=50.0)).credit == CREDIT
+    assert answer_begins(steps_of(STEP, GOOD, credit=-1.0)).credit == -1.0
 
 
 def test_a_step_is_averaged_timed_and_counted() -> None:
-    known = record(untimed(1.0, 1.0), untimed(1.5, 2.0), untimed(3.0, 2.0))
+    known = steps_of(untimed(1.0, 1.0), untimed(1.5, 2.0), untimed(3.0, 2.0))
     known = after_step(known, Choice(TREE, True), 20.0, 4.0)
     assert known.candidates[TREE].tokens == 3.0, "what was expected counts as one step"
     assert known.probe_left == PROBE_STEPS - 1
@@ -203,7 +195,9 @@ def test_a_step_is_averaged_timed_and_counted() -> None:
 
 
 def test_at_another_number_of_rows_what_was_measured_is_expected() -> None:
-    there = for_other_rows(record(timed(2.0, 1.0), timed(3.0, 2.4), untimed(4.0, 2.0), credit=2.0))
+    there = for_other_rows(
+        steps_of(timed(2.0, 1.0), timed(3.0, 2.4), untimed(4.0, 2.0), credit=2.0)
+    )
     assert [there.seconds(number) for number in range(3)] == [2.0, 3.0, 4.0]
     assert [candidate.timed for candidate in there.candidates] == [(), (), ()]
     assert (there.credit, there.last) == (2.0, None)
@@ -221,11 +215,8 @@ Emits = Callable[[int, int], int]
 """Tokens of a step, by candidate and by the tokens written so far."""
 
 
-def answer(
-    known: Record,
-    costs: list[float],
-    emits: Emits,
-    tokens: int,
+def simulated_answer(
+    known: Record, costs: list[float], emits: Emits, tokens: int
 ) -> tuple[Record, float, list[int]]:
     """An answer: the record after it, its seconds, and the candidates of its steps."""
     known = answer_begins(known)
@@ -233,15 +224,7 @@ def answer(
     written = 0
     steps = []
     while written < tokens:
-        known = Record(
-            known.candidates,
-            known.plain,
-            known.credit,
-            known.last,
-            known.probe_left,
-            0.0,
-            tokens - written,
-        )
+        known = replace(known, unread_seconds=0.0, tokens_to_come=tokens - written)
         choice = choose(known)
         count = 1
         if choice.candidate != PLAIN:
@@ -253,11 +236,6 @@ def answer(
     return known, taken, steps
 
 
-def spans(steps: list[int]) -> list[tuple[int, int]]:
-    """Candidates that ran one after another, and for how many steps."""
-    return [(number, len(list(run))) for number, run in groupby(steps)]
-
-
 def never(candidate: int, written: int) -> int:
     return 1
 
@@ -266,7 +244,7 @@ def never(candidate: int, written: int) -> int:
 def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: float) -> None:
     tokens = 20_000
     known = expected_record([1.0, cost], [1.0, 2.0], 0)
-    _, seconds, steps = answer(known, [1.0, cost], never, tokens)
+    _, seconds, steps = simulated_answer(known, [1.0, cost], never, tokens)
     assert seconds - tokens <= PROBE_SHARE * tokens + CREDIT + 2 * cost
     assert steps.count(TREE) * (cost - 1) >= 0.5 * PROBE_SHARE * tokens
 
@@ -274,11 +252,11 @@ def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: flo
 def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up() -> None:
     """Each rejected step of a tree that costs two plain steps loses one token."""
     known = expected_record([1.0, 2.0], [1.0, 2.2], 0)
-    known, _, _ = answer(known, [1.0, 2.0], lambda *_: 4, 600)
-    known, seconds, steps = answer(known, [1.0, 2.0], never, 128)
-    assert spans(steps)[0] == (TREE, int(CREDIT))
+    known, _, _ = simulated_answer(known, [1.0, 2.0], lambda *_: 4, 600)
+    known, seconds, steps = simulated_answer(known, [1.0, 2.0], never, 128)
+    assert steps[: int(CREDIT) + 1] == [TREE] * int(CREDIT) + [PLAIN]
     assert seconds <= 128 / 0.95
-    known, seconds, steps = answer(known, [1.0, 2.0], lambda *_: 4, 600)
+    known, seconds, steps = simulated_answer(known, [1.0, 2.0], lambda *_: 4, 600)
     assert seconds <= 0.7 * 600, "and they are taken up again when they pay"
 
 
@@ -290,7 +268,7 @@ def test_a_machine_that_changes_its_speed_is_measured_anew(
     known = expected_record([1.0, 1.5], [1.0, 2.0], 0)
     for speed in (1.0, factor, factor):
         costs = [speed, 1.5 * speed]
-        known, seconds, _ = answer(known, costs, lambda *_: tokens, 1000)
+        known, seconds, _ = simulated_answer(known, costs, lambda *_: tokens, 1000)
     assert seconds <= 1.04 * ideal * 1000 * factor
 
 
@@ -320,7 +298,7 @@ def test_no_answer_is_slower_than_0_95_of_plain_steps(cost: float, seed: int) ->
     chance = random.Random(seed)
     costs = [1.0, cost, 1.2 * cost]
     known = expected_record(costs, [1.0, 2.0, 2.5], 0)
-    known, _, _ = answer(known, costs, never, 128)
+    known, _, _ = simulated_answer(known, costs, never, 128)
     for _ in range(25):
         rates = [chance.choice([0.0, 0.0, 0.3, 0.6, 0.9]) for _ in range(3)]
 
@@ -330,5 +308,5 @@ def test_no_answer_is_slower_than_0_95_of_plain_steps(cost: float, seed: int) ->
                 count += 1
             return count
 
-        known, seconds, _ = answer(known, costs, emits, 128)
+        known, seconds, _ = simulated_answer(known, costs, emits, 128)
         assert seconds <= 128 / 0.95

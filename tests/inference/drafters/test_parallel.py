@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import check_identity, padded_batch, parallel_model
+from messages import refused
 
-from headstart.inference import RoundObserver, SmallerModel, SpeculativeLM, Target
+from headstart.inference import RoundObserver, SpeculativeLM, Target
 from headstart.inference.drafters.by_name import assistants, make_drafter
 from headstart.inference.drafters.draft_model import mask_token
-from headstart.inference.drafters.specs import drafter_spec
 
 VOCAB, MASK = 20, 19
 
@@ -52,13 +52,10 @@ class Watched(RoundObserver):
             self.rounds.append(([*prompt, *before], finished.proposed.tokens_BN[slot, 1:].tolist()))
 
 
-def test_an_id_is_a_smaller_model_and_its_mask_is_checked(target, tmp_path):
-    assert drafter_spec("org/PARD-Qwen3-0.6B") == SmallerModel("org/PARD-Qwen3-0.6B")
-    assert drafter_spec(str(tmp_path)) == SmallerModel(str(tmp_path))
-    assert make_drafter(target, Target(parallel_model(VOCAB, MASK))).depth == 8
-    for wrong in (VOCAB, -1, None, "x"):
-        with pytest.raises(ValueError, match="pard_token"):
-            make_drafter(target, Target(parallel_model(VOCAB, wrong)))
+@pytest.mark.parametrize("mask", [VOCAB, -1, None, "x"])
+def test_a_mask_that_is_no_token_is_refused(target, mask):
+    with refused("pard_token", str(VOCAB)):
+        make_drafter(target, Target(parallel_model(VOCAB, mask)))
 
 
 def test_a_folder_says_that_its_model_drafts_in_parallel(target, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_identity
+from helpers import check_identity, generated, one_row_tree, random_ids
 from torch import Tensor
 
 from headstart.inference import Conversation, SpeculativeLM, Target
@@ -19,12 +19,9 @@ from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model_state import DraftModelState
 from headstart.inference.drafters.next_step import Choice
 from headstart.inference.drafters.round import Round, Verdict
-from headstart.inference.trees.tree import DraftTree
-from headstart.inference.trees.tree_spec import TreeShape
 from headstart.inference.tuning.round_costs import RoundCosts
 
 VOCAB = 20
-SETTINGS: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
 
 def test_how_long_answers_are_is_learned() -> None:
@@ -54,7 +51,7 @@ def test_of_rejected_drafts_nothing_is_read_later() -> None:
     text_1T = torch.tensor([[1, 2, 3, 4]])
     rows.prefill(PrefillChunk(text_1T[:, :3], text_1T[:, 1:], nothing_BTF, torch.tensor([3])))
     for root in (4, 5, 6):
-        tree = DraftTree.of_shape(TreeShape.chain(2), torch.tensor([[root, 8, 9]]))
+        tree = one_row_tree([root, 8, 9], [-1, 0, 1], 2)
         one_1 = torch.tensor([1])
         emitted_1A = torch.tensor([[root + 1, 9, 9]])
         path_1A = torch.tensor([[0, 1, 2]])
@@ -64,40 +61,7 @@ def test_of_rejected_drafts_nothing_is_read_later() -> None:
     assert read == [[2, 3, 4], [5, 6], [7]]
 
 
-# The engine, with a clock of the test's own.
-
-
-class Clock:
-    """A forward takes a second, and a tenth of one for each node beyond the first; a token that is
-    read `reading`."""
-
-    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, reading: float) -> None:
-        self.now = 0.0
-        self.read = 0
-        forward_tree = target.engine.forward_tree
-        read = DraftModelState._read
-
-        def over_a_tree(tree: Any, *rest: Any) -> Any:
-            self.now += 1.0 + 0.1 * (tree.tokens_BN.shape[1] - 1)
-            return forward_tree(tree, *rest)
-
-        def reads(rows: DraftModelState, chunk: Any) -> None:
-            self.read += chunk.tokens_BT.numel()
-            self.now += reading * chunk.tokens_BT.numel()
-            read(rows, chunk)
-
-        monkeypatch.setattr(target.engine, "forward_tree", over_a_tree)
-        monkeypatch.setattr(DraftModelState, "_read", reads)
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def prompt(tokens: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def of_itself(target: Target, clock: Clock, costs: RoundCosts | None = None) -> SpeculativeLM:
+def of_itself(target: Target, clock: Any, costs: RoundCosts | None = None) -> SpeculativeLM:
     """The target drafts for itself, in chains of three: it is right about everything, if it has
     read everything."""
     drafter = make_drafter(target, target, "chain:3")
@@ -109,68 +73,57 @@ COSTS = RoundCosts({1: 1.0, 2: 1.1}, draft=0.0, reading=0.1)
 
 @pytest.mark.parametrize(("tokens", "reads"), [(8, False), (128, True)])
 def test_a_long_prompt_is_read_for_long_answers_alone(
-    target: Target, monkeypatch: pytest.MonkeyPatch, tokens: int, reads: bool
+    target: Target, clock: Any, tokens: int, reads: bool
 ) -> None:
     """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a
     token."""
-    clock = Clock(target, monkeypatch, 0.1)
+    clock.reading = 0.1
     lm = of_itself(target, clock, COSTS)
     for seed in range(3):
-        check_identity(lm, [prompt(200, seed)[0]], max_new_tokens=tokens, **SETTINGS)
+        check_identity(
+            lm, [random_ids(VOCAB, 200, seed=seed)], max_new_tokens=tokens, eos_token_id=[]
+        )
     assert (clock.read > 0) == reads
 
 
-def test_what_reading_took_is_remembered(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reading_took_is_remembered(target: Target, clock: Any) -> None:
     """Expected to cost nothing, and far too dear: one prompt is read, and no more."""
-    clock = Clock(target, monkeypatch, 1.0)
+    clock.reading = 1.0
     lm = of_itself(target, clock, RoundCosts({1: 1.0, 2: 1.1}, draft=0.0))
     read = []
     for seed in range(3):
-        check_identity(lm, [prompt(100, seed)[0]], max_new_tokens=40, **SETTINGS)
+        check_identity(lm, [random_ids(VOCAB, 100, seed=seed)], max_new_tokens=40, eos_token_id=[])
         read.append(clock.read)
     assert read[0] >= 100
     assert read[-1] == read[0]
 
 
-def test_answers_that_end_early_earn_less(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_end_early_earn_less(target: Target, clock: Any) -> None:
     """The limit is 500 tokens; after answers of twenty no prompt is read whose reading costs as
     much."""
-    clock = Clock(target, monkeypatch, 0.1)
+    clock.reading = 0.1
     lm = of_itself(target, clock, COSTS)
-    input_ids = prompt(200)
-    settings = {**SETTINGS, "attention_mask": torch.ones_like(input_ids), "max_new_tokens": 500}
-    lengths = iter([20] * 6)
-
-    def stops_after(length: int) -> Any:
-        return lambda ids, scores: ids.shape[1] >= 200 + length
-
+    input_ids = random_ids(VOCAB, 1, 200)
     read = []
-    for length in lengths:
-        lm.generate(input_ids, **settings, stopping_criteria=[stops_after(length)])
+    for _ in range(6):
+        stops = [lambda ids, scores: ids.shape[1] >= 220]
+        generated(lm, input_ids, max_new_tokens=500, stopping_criteria=stops)
         read.append(clock.read)
     assert read[0] >= 200
     assert read[-1] == read[2]
 
 
 def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    target: Target, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head reads both prompts and the answer between them, when it drafts in the second turn."""
-    clock = Clock(target, monkeypatch, 0.0)
     lm = of_itself(target, clock)
     chosen = 0
     monkeypatch.setattr(adaptive, "choose", lambda record: Choice(chosen))
     past = Conversation()
-    first = prompt(9)
-    found = lm.generate(
-        first,
-        attention_mask=torch.ones_like(first),
-        max_new_tokens=8,
-        past_key_values=past,
-        **SETTINGS,
-    )
+    first = random_ids(VOCAB, 1, 9)
+    found = generated(lm, first, max_new_tokens=8, past_key_values=past)
     chosen = 1
-    second = torch.cat([found.sequences, prompt(7, 1)], dim=1)
-    settings = {**SETTINGS, "attention_mask": torch.ones_like(second), "max_new_tokens": 17}
-    stats = lm.generate(second, past_key_values=past, **settings).stats
+    second = torch.cat([found.sequences, random_ids(VOCAB, 1, 7, seed=1)], dim=1)
+    stats = generated(lm, second, max_new_tokens=17, past_key_values=past).stats
     assert {record.returned for record in stats.rows[0]} == {4}

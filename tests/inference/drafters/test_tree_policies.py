@@ -3,12 +3,14 @@ inside the loop."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import pairs
+from helpers import generated, pairs, random_shape
+from messages import refused
 from torch import nn
 
 from headstart.heads import DraftHead, DraftState, TargetModules
@@ -26,7 +28,8 @@ ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 class DraftTreeState(DraftState):
     max_depth: int
     nodes: int = 0
-    frontier: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    frontier: Sequence[Sequence[tuple[int, ...]]] = ()
+    """The paths of each row's newest nodes."""
 
 
 class PathHead(DraftHead):
@@ -38,8 +41,12 @@ class PathHead(DraftHead):
 
     def __init__(self, vocab, max_depth=4, seed=0, scale=2.0, blind=False, dtype=torch.float64):
         nn.Module.__init__(self)
-        self.vocab, self.max_depth, self.seed, self.scale = vocab, max_depth, seed, scale
-        self.blind, self.dtype = blind, dtype
+        self.vocab = vocab
+        self.max_depth = max_depth
+        self.seed = seed
+        self.scale = scale
+        self.blind = blind
+        self.dtype = dtype
         self.feature_layers = ()
 
     draft_vocab_size = property(lambda self: self.vocab)
@@ -47,9 +54,8 @@ class PathHead(DraftHead):
     def logits(self, path):
         key = len(path) if self.blind else sum((token + 1) * 97**i for i, token in enumerate(path))
         random = torch.Generator().manual_seed(1000 * self.seed + key)
-        return (self.scale * torch.randn(self.vocab, generator=random, dtype=torch.float64)).to(
-            self.dtype
-        )
+        logits_V = torch.randn(self.vocab, generator=random, dtype=torch.float64)
+        return (self.scale * logits_V).to(self.dtype)
 
     def target_tokens(self, draft_tokens):
         return 3 * draft_tokens + 1
@@ -63,23 +69,20 @@ class PathHead(DraftHead):
 
     def expand(self, state, tokens_BW, parents_BW):
         assert state.depth < state.max_depth and tokens_BW.shape == parents_BW.shape
+        above = state.frontier
         if state.depth == 0:
             assert (parents_BW == -1).all() and tokens_BW.shape[1] == 1
-            frontier = tuple(((token,),) for (token,) in tokens_BW.tolist())
-        else:
-            frontier = tuple(
-                tuple((*above[parent], token) for token, parent in zip(tokens, parents))
-                for above, tokens, parents in zip(
-                    state.frontier, tokens_BW.tolist(), parents_BW.tolist()
-                )
-            )
+            above = [[()]] * len(tokens_BW)  # which -1 indexes
+        frontier = []
+        for paths, tokens, parents in zip(above, tokens_BW.tolist(), parents_BW.tolist()):
+            frontier.append([(*paths[parent], token) for token, parent in zip(tokens, parents)])
         nodes = state.nodes + tokens_BW.shape[1]
         assert nodes <= self.allowed, "more nodes are expanded than were announced"
-        rows = [
-            [self.logits(path) for path in (paths[:1] if self.blind else paths)]
-            for paths in frontier
-        ]
-        logits_BWV = torch.stack([torch.stack(row) for row in rows])
+        rows = []
+        for paths in frontier:
+            asked = paths[:1] if self.blind else paths
+            rows.append(torch.stack([self.logits(path) for path in asked]))
+        logits_BWV = torch.stack(rows)
         return logits_BWV, replace(state, depth=state.depth + 1, nodes=nodes, frontier=frontier)
 
     def initialize(self, ends, token_counts_V):
@@ -95,11 +98,12 @@ class PathHead(DraftHead):
 def propose(head, policy, roots=(2, 5)):
     """The tree below each root."""
     drafter = tree_drafter(head, policy, ENDS)
-    batch = len(roots)
-    roots_B, ones_B = torch.tensor(roots), torch.ones(batch, dtype=torch.int64)
-    empty = torch.empty(batch, 1, 0)
-    drafter.begin(DraftContext(batch, 99, None, None))
-    drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], empty, ones_B))
+    roots_B = torch.tensor(roots)
+    empty = torch.empty(len(roots), 1, 0)
+    drafter.begin(DraftContext(len(roots), 99, None, None))
+    drafter.prefill(
+        PrefillChunk(roots_B[:, None], roots_B[:, None], empty, torch.ones_like(roots_B))
+    )
     tree = drafter.propose(roots_B)
     assert drafter.max_nodes == tree.tokens_BN.shape[1]
     return tree
@@ -149,11 +153,9 @@ def grown_slowly(head, root, shape):
 
 def random_dynamic_shape(seed):
     random = torch.Generator().manual_seed(seed)
-    size, depth, width = (
-        int(torch.randint(low, high, (), generator=random))
-        for low, high in ((2, 30), (1, 5), (1, 6))
-    )
-    return DynamicShape(size, depth, width)
+    limits = ((2, 30), (1, 5), (1, 6))  # of size, depth and width
+    numbers = [int(torch.randint(low, high, (), generator=random)) for low, high in limits]
+    return DynamicShape(*numbers)
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
@@ -192,9 +194,7 @@ def test_a_child_that_is_certain_never_pushes_out_its_parent(seed, dtype, blind)
 
 @pytest.mark.parametrize("policy", [DynamicShape(60, 5, 2), TreeShape.chain(5)])
 def test_trees_deeper_than_the_head_are_refused(policy):
-    with pytest.raises(
-        ValueError, match="the tree is 5 deep, but the head drafts at most 4 tokens"
-    ):
+    with refused("5 deep 4 tokens"):
         tree_drafter(PathHead(6), policy, ENDS)
 
 
@@ -203,8 +203,8 @@ def test_trees_deeper_than_the_head_are_refused(policy):
 
 @pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
-    shape, head = tools.random_shape(seed), PathHead(5, seed=seed, blind=blind)
+def test_a_static_trees_nodes_are_the_ranks_that_name_them(seed, blind):
+    shape, head = random_shape(seed), PathHead(5, seed=seed, blind=blind)
     tree = propose(head, shape)
     for row, root in enumerate((2, 5)):
         expected = [(root,)]
@@ -255,7 +255,7 @@ def test_a_sure_draft_goes_on_and_an_unsure_one_stops(target):
     the threshold."""
     threshold, length = 0.118, 5
     lm = SpeculativeLM(target, make_drafter(target, target, f"stop:{threshold}:chain:{length}"))
-    output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=60, do_sample=False)
+    output = generated(lm, torch.tensor([[1, 2, 3]]), max_new_tokens=60)
     ids, place = output.sequences[0].tolist(), 4
     probs_TV = target.model(output.sequences).logits[0].softmax(-1)
     drafted = []

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import accepted, calls_of, check_identity, head_for
+from helpers import accepted, calls_of, check_identity, generated, head_for, random_ids
+from messages import refused
 from torch import Tensor
 
 from headstart.heads import DraftHead
@@ -34,16 +35,14 @@ def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", tokens)
 
 
-def a_head(target: Target, window: int | None = WINDOW) -> DraftHead:
+def windowed_head(target: Target, window: int | None = WINDOW) -> DraftHead:
     """Two layers that see five tokens each: what the second sees depends on the last nine."""
     options = {"depth": 3, "sliding_window": window, "num_layers": 2}
     return head_for(target, "eagle3", 0.2, seed=2, **options)
 
 
-def prompts() -> list[Tensor]:
-    """Shorter and longer than the window and the ring."""
-    random = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCAB, (length,), generator=random) for length in (3, 40, 11, 6, 25, 17)]
+PROMPTS = random_ids(VOCAB, 102, seed=1).split((3, 40, 11, 6, 25, 17))
+"""Shorter and longer than the window and the ring."""
 
 
 @CASES
@@ -51,16 +50,18 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drafted(lm: SpeculativeLM) -> list[list[int]]:
-        return accepted(check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS))
+        return accepted(check_identity(lm, PROMPTS, max_batch_size=slots, **SETTINGS))
 
     found = []
     for tokens in (4, 512):  # of which the first is just what a round commits
         commit_at_most(monkeypatch, tokens)
-        lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
+        lm = SpeculativeLM.from_pretrained(target, windowed_head(target), tree=tree, adaptive=False)
         found.append(drafted(lm))
     assert found[0] == found[1]
     assert max(map(max, found[0])) > 0
-    lm = SpeculativeLM.from_pretrained(target, a_head(target, None), tree=tree, adaptive=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, windowed_head(target, None), tree=tree, adaptive=False
+    )
     assert drafted(lm) != found[0], "the window hides nothing"
 
 
@@ -77,11 +78,10 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
 
     monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
     lm = SpeculativeLM.from_pretrained(
-        target, a_head(target), tree="chain:3", adaptive=False, compile=False
+        target, windowed_head(target), tree="chain:3", adaptive=False, compile=False
     )
     for length in (40, 400):
-        text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
-        lm.generate(text, attention_mask=torch.ones_like(text), **SETTINGS)
+        generated(lm, random_ids(VOCAB, 1, length), max_new_tokens=30)
     nodes = 3
     assert max(widest) <= nodes + WINDOW + 4 - 1
 
@@ -91,24 +91,26 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts as after the whole prompt."""
-    read = calls_of(monkeypatch, DraftModelState, "_read")
-    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree=tree, adaptive=False)
+    read = calls_of(monkeypatch, DraftModelState, "read")
+    lm = SpeculativeLM.from_pretrained(target, windowed_head(target), tree=tree, adaptive=False)
     assert lm.drafter.model_state.read_last == 9
     drafts = []
     for read_last, least, most in ((9, 1, 10), (None, 11, 99)):
         read.clear()
         lm.drafter.model_state.read_last = read_last
-        drafts.append(accepted(check_identity(lm, prompts(), max_batch_size=slots, **SETTINGS)))
+        drafts.append(accepted(check_identity(lm, PROMPTS, max_batch_size=slots, **SETTINGS)))
         tokens = sum(chunk.tokens_BT.numel() for _, chunk in read)
-        assert least * len(prompts()) <= tokens <= most * len(prompts())
+        assert least * len(PROMPTS) <= tokens <= most * len(PROMPTS)
     assert drafts[0] == drafts[1]
 
 
 def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target) -> None:
     """Turns that go on, that go back to before what was read, and that go on again."""
-    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", adaptive=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, windowed_head(target), tree="chain:2", adaptive=False
+    )
     past = Conversation()
-    text = prompts()[1]
+    text = PROMPTS[1]
     for kept, added in ((40, []), (60, [4, 2]), (10, [7] * 3), (30, [1])):
         row = torch.cat([text[:kept], torch.tensor(added, dtype=torch.int64)])
         settings = {**SETTINGS, "eos_token_id": [], "past_key_values": past}
@@ -117,8 +119,5 @@ def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Ta
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_a_window_shorter_than_a_draft_is_refused(window: int, target: Target) -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"sliding_window {window} is shorter than a draft; choose at least the depth, 3",
-    ):
-        a_head(target, window)
+    with refused("sliding_window", str(window), "depth 3"):
+        windowed_head(target, window)

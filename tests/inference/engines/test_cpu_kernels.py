@@ -493,9 +493,9 @@ def test_folders_of_the_user_and_of_root_are_trusted_and_sticky_ones_too(tmp_pat
     (tmp_path / "sticky").chmod(0o777)
     assert cpu_kernels.others_can_write(inner / "file")
     (tmp_path / "sticky").chmod(0o770)
-    monkeypatch.setattr(cpu_kernels, "_private_group", lambda status: True)
+    monkeypatch.setattr(cpu_kernels, "private_group", lambda status: True)
     assert not cpu_kernels.others_can_write(inner / "file")
-    monkeypatch.setattr(cpu_kernels, "_private_group", lambda status: False)
+    monkeypatch.setattr(cpu_kernels, "private_group", lambda status: False)
     assert cpu_kernels.others_can_write(inner / "file")
 
 

@@ -97,7 +97,7 @@ def test_an_architecture_is_tried_once_a_machine(
         lm = SpeculativeLM.from_pretrained(mistral(None), drafter="prompt-lookup", compile=False)
         lm.generate(PROMPT, **SETTINGS)
     assert len(tried) == len(kept(nothing_tried)) == 1
-    monkeypatch.setattr(machine, "_measured", {})  # another process
+    monkeypatch.setattr(machine, "in_memory", {})  # another process
     Target(mistral(None)).check_decoding()
     assert len(tried) == 1
     # What may compute otherwise is tried anew: another config, format, attention, or version.

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import build_model
+from helpers import build_model, generated, head_for
+from messages import refused
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils.generic import ModelOutput
 
-from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target
 
 pytestmark = pytest.mark.versions
@@ -60,12 +60,16 @@ class Output(ModelOutput):
     hidden_states: Any = None
 
 
+def plain_model() -> LlamaForCausalLM:
+    return build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
+
+
 def wrapped(
     counting=with_embedding, taken: str = "kv_states", returns_cache: bool = True
 ) -> LlamaForCausalLM:
     """A tiny Llama whose cache is called kv_states, and which counts hidden states by
     `counting`."""
-    model = build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
+    model = plain_model()
     own = model.forward
 
     def forward(
@@ -119,11 +123,7 @@ def block_outputs(model: LlamaForCausalLM, tokens_BT: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them, None])
 @pytest.mark.parametrize("layers", [(0,), (1,), (0, 2), (2, -1), (-1,), (1, 1), ()])
 def test_features_are_the_states_after_the_blocks_bit_for_bit(counting, layers):
-    model = (
-        build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
-        if counting is None
-        else wrapped(counting)
-    )
+    model = plain_model() if counting is None else wrapped(counting)
     target = Target(model)
     expected = block_outputs(model, TOKENS_BT)
     with torch.no_grad():
@@ -151,43 +151,32 @@ def test_a_model_of_one_block_has_one_feature_layer():
 )
 @pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them])
 def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options):
-    plain = Target(build_model(VOCAB, layers=LAYERS, dtype=torch.float32))
+    plain = Target(plain_model())
     named = Target(wrapped(counting))
     assert (plain.cache_interface.name, named.cache_interface.name) == (NAME, "kv_states")
     assert named.engine.state_shapes == plain.engine.state_shapes
     outputs = []
     for target in (plain, named):
-        torch.manual_seed(0)
-        head = build_head(kind, options, target.info)
-        head.initialize(target.modules, torch.ones(VOCAB))
+        head = head_for(target, kind, **options)
         lm = SpeculativeLM.from_pretrained(target, head, compile=False, adaptive=False)
-        sampling = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        outputs.append(
-            lm.generate(TOKENS_BT, attention_mask=torch.ones_like(TOKENS_BT), **sampling)
-        )
+        outputs.append(generated(lm, TOKENS_BT, max_new_tokens=12))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     # features of another block would be accepted less
     assert outputs[0].stats.rounds == outputs[1].stats.rounds
 
 
 def test_hidden_states_that_are_no_blocks_are_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"5 hidden states for 4 blocks, .* none of them is the state after the first",
-    ):
+    with refused("5 hidden states 4 blocks"):
         Target(wrapped(one_block_late)).read(TOKENS_BT, (1,))
 
 
-def test_a_model_without_a_cache_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM returns no KV cache: none of its outputs \(logits\)"
-    ):
-        Target(wrapped(returns_cache=False)).engine.new_cache(1)
-
-
-def test_a_cache_that_is_taken_by_another_name_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"returns its KV cache as 'kv_states' and takes none of that name; .* memory",
-    ):
-        Target(wrapped(taken="memory")).engine.new_cache(1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"returns_cache": False}, "LlamaForCausalLM cache logits"),
+        ({"taken": "memory"}, "'kv_states' memory"),
+    ],
+)
+def test_a_model_without_a_cache_of_one_name_is_refused(options, words):
+    with refused(words):
+        Target(wrapped(**options)).engine.new_cache(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import build_model, check_identity
 from loopback_hub import Hub
+from messages import refused
 from tiny_models import tiny_model
 
 from headstart.inference import SpeculativeLM, Target
@@ -79,25 +80,19 @@ def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtra
 
 
 @pytest.mark.parametrize(
-    ("written", "reason"),
+    ("config", "words"),
     [
-        (
-            {"model_type": "vit"},
-            r"type 'vit' is not supported as a target: transformers .* neither as a causal",
-        ),
-        (
-            {"model_type": "frobnicate"},
-            "no target model at .*model type `frobnicate`.*transformers 5",
-        ),
-        ({}, "no target model at .*Unrecognized model"),
+        ({"model_type": "vit"}, "'vit'"),
+        ({"model_type": "frobnicate"}, "`frobnicate`"),
+        ({}, "model_type"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["auto", "fastest", "float64"])
 def test_what_is_no_language_model_is_refused_in_one_line(
-    tmp_path: Path, written: dict[str, str], reason: str, dtype: str
+    tmp_path: Path, config: dict[str, str], words: str, dtype: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=reason) as refusal:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused(words, "target") as refusal:
         Target.from_pretrained(tmp_path, dtype=dtype, device_map="cpu")
     assert len(str(refusal.value)) < 600
     assert "\n" not in str(refusal.value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import calls_of, cleaning
+from helpers import build_tokenizer, calls_of, cleaning
+from messages import refused
 
 from headstart.inference import SpeculativeLM
 
@@ -33,18 +34,15 @@ TEMPLATES = {
     ("name", "cleans"),
     [("as it is", False), ("past answers cut", False), *((name, True) for name in TEMPLATES)],
 )
-def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, monkeypatch, name, cleans):
-    target, tokenizer = tiny_target(), tools.build_tokenizer()
+def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, monkeypatch, name, cleans):
+    target = tiny_target()
+    tokenizer = build_tokenizer()
     if cleans:
         tokenizer = cleaning(tokenizer)
     tokenizer.chat_template = TEMPLATES[name]
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
-    settings = {
-        "max_new_tokens": 24,
-        "do_sample": False,
-        "eos_token_id": [257, 10],
-        "pad_token_id": 257,
-    }
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 257}
+    settings["eos_token_id"] = [257, 10]
     chat = lm.chat(tokenizer, "be brief", **settings)
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     for turn in range(4):
@@ -62,52 +60,50 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, monkeypat
         assert 0 < sum(chunk.shape[1] for chunk, *_ in read) < prompt["input_ids"].shape[1] / 2
 
 
-def test_a_tokenizer_without_a_template_is_refused(tiny_target, tools):
-    with pytest.raises(ValueError, match="no chat template"):
-        SpeculativeLM(tiny_target()).chat(tools.build_tokenizer(None))
+def test_a_tokenizer_without_a_template_is_refused(tiny_target):
+    with refused("chat template"):
+        SpeculativeLM(tiny_target()).chat(build_tokenizer(None))
 
 
-def test_an_answer_that_is_left_is_not_recorded_and_stop_strings_end_one(tiny_target, tools):
-    target, tokenizer = tiny_target(), tools.build_tokenizer()
-    lm = SpeculativeLM(target)
-    chat = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257)
-    answer = chat.say("hello")
-    left = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257)
+SETTINGS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
+
+
+def test_an_answer_that_is_left_is_not_recorded(tiny_target):
+    lm = SpeculativeLM(tiny_target())
+    answer = lm.chat(build_tokenizer(), **SETTINGS).say("hello")
+    left = lm.chat(build_tokenizer(), **SETTINGS)
     stream = left.stream("hello")
     next(stream)
     stream.close()
     assert left.messages == []
     assert left.say("hello") == answer
-    letters = range(4, len(answer) - 2)
-    stop = next(
-        answer[at] for at in letters if answer[at].isascii() and answer.index(answer[at]) == at
-    )
-    for where in ("call", "settings", "model"):
-        model = target.model
-        model.generation_config.stop_strings = [stop] if where == "model" else None
-        given = {"stop_strings": [stop]} if where == "settings" else {}
-        chat = lm.chat(
-            tokenizer,
-            max_new_tokens=60,
-            do_sample=False,
-            eos_token_id=[],
-            pad_token_id=257,
-            **given,
-        )
-        said = chat.say("hello", **({"stop_strings": [stop]} if where == "call" else {}))
-        assert said == answer[: answer.index(stop) + 1]
 
 
-def test_a_turn_ends_where_the_tokenizer_or_the_model_says_so(tiny_target, tools, monkeypatch):
+@pytest.mark.parametrize("where", ["call", "settings", "model"])
+def test_a_stop_string_ends_an_answer(tiny_target, where):
+    target = tiny_target()
+    lm = SpeculativeLM(target)
+    answer = lm.chat(build_tokenizer(), **SETTINGS).say("hello")
+    letters = [letter for letter in answer[4:-2] if letter.isascii()]
+    stop = next(letter for letter in letters if answer.index(letter) >= 4)
+    stops = {place: {} for place in ("call", "settings", "model")}
+    stops[where] = {"stop_strings": [stop]}
+    target.model.generation_config.update(**stops["model"])
+    chat = lm.chat(build_tokenizer(), **SETTINGS, **stops["settings"])
+    assert chat.say("hello", **stops["call"]) == answer[: answer.index(stop) + 1]
+
+
+def test_a_turn_ends_where_the_tokenizer_or_the_model_says_so(tiny_target, monkeypatch):
     """Unless the caller says otherwise."""
     end = 11
-    tokenizer = tools.build_tokenizer()
+    tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATES["as it is"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
     lm.target.model.generation_config.eos_token_id = 1
     settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 257}
-    stream, streamed = lm.stream, []
+    stream = lm.stream
+    streamed = []
 
     def watched(*inputs, **options):
         for tokens in stream(*inputs, **options):

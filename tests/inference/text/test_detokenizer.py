@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from helpers import cleaning
+from helpers import cleaning, random_ids
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,9 +31,8 @@ def test_each_character_comes_with_the_token_that_completes_it(tokenizer, text):
 
 def test_bytes_that_are_no_character_are_not_lost(tokenizer):
     """Random bytes, special tokens among them, and a text that ends within a character."""
-    generator = torch.Generator().manual_seed(0)
     for length in (1, 2, 7, 300):
-        tokens = torch.randint(0, 258, (length,), generator=generator).tolist()
+        tokens = random_ids(258, length, seed=length).tolist()
         assert "".join(text_pieces(tokenizer, tokens)) == decoded(tokenizer, tokens)
     half = tokenizer("é")["input_ids"][:1]
     assert text_pieces(tokenizer, half) == ["\ufffd"]
@@ -43,31 +41,14 @@ def test_bytes_that_are_no_character_are_not_lost(tokenizer):
 def byte_fallback():
     """As of Llama 2: pieces with ▁ for a space, the first of which is dropped, and bytes for other
     characters."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁a",
-        "b",
-        "▁word",
-        "s",
-        "é",
-        "!",
-    ]
-    tokenizer = Tokenizer(
-        models.BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True)
-    )
+    coded = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<s>", "</s>", *coded, "▁", "▁a", "b", "▁word", "s", "é", "!"]
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    strip = decoders.Strip(" ", 1, 0)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
@@ -75,9 +56,8 @@ def byte_fallback():
 def word_pieces():
     """As of BERT."""
     pieces = ["[UNK]", "un", "##want", "##ed", ".", ",", "'", "s", "[SEP]"]
-    tokenizer = Tokenizer(
-        models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
-    )
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[SEP]"])
     other = PreTrainedTokenizerFast(
@@ -99,7 +79,9 @@ PUNCTUATION = "It 's x != y , ok ? a . b 've n't ' ' ' . n ' t we 're I 'm  . a 
 
 def streamed(tokenizer, tokens, sizes):
     """The pieces that a stream gives for tokens that come in groups of these sizes."""
-    stream, pieces, given = TextStream(tokenizer), [], 0
+    stream = TextStream(tokenizer)
+    pieces = []
+    given = 0
     for size in sizes:
         pieces.append(stream.put(tokens[given : given + size]))
         given += size
@@ -112,20 +94,19 @@ def streamed(tokenizer, tokens, sizes):
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_what_is_streamed_is_the_text_whatever_comes_later(tokenizer, name):
     make, vocab = TOKENIZERS[name]
-    tokenizer, draws = make(tokenizer), torch.Generator().manual_seed(0)
-    texts = [
-        torch.randint(vocab, (length,), generator=draws).tolist()
-        for length in [1, 2, 5, 20, 60] * 12
-    ]
+    tokenizer = make(tokenizer)
+    lengths = [1, 2, 5, 20, 60] * 12
+    texts = [random_ids(vocab, length, seed=seed).tolist() for seed, length in enumerate(lengths)]
     if name != "word pieces":
         for text in (*TEXTS, PUNCTUATION, PUNCTUATION[::-1], "word 's é 日本 !" * 3):
             texts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     # two bytes that are a letter until a third comes, after what has no text
     if name == "byte fallback":
-        texts += [[3 + 0xC3, 3 + 0xA9, between, 3 + 0xE2, 261] for between in (2, 999, 3 + 0x41)]
-    for _ in range(60):  # every letter of what is cleaned, in any order
-        letters = torch.randint(9, (24,), generator=draws).tolist()
-        texts.append(tokenizer("".join(" .?'nt mv"[letter] for letter in letters))["input_ids"])
+        for between in (1, 2, 999, 3 + 0x41):
+            texts.append([3 + 0xC3, 3 + 0xA9, between, 3 + 0xE2, 261])
+    for seed in range(60):  # every letter of what is cleaned, in any order
+        letters = [" .?'nt mv"[letter] for letter in random_ids(9, 24, seed=seed).tolist()]
+        texts.append(tokenizer("".join(letters))["input_ids"])
     for tokens in texts:
         for size in (1, 3):
             whole = str(tokenizer.decode(tokens, skip_special_tokens=True))

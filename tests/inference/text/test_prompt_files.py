@@ -9,6 +9,7 @@ import json
 import lzma
 
 import pytest
+from messages import refused
 
 from headstart.inference.text.prompt_files import read_prompt_rows, read_prompts
 
@@ -61,41 +62,32 @@ def test_other_columns_stay(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("p.jsonl", b'{"prompt": "one"}\n{"prompt"\n', r"p\.jsonl, line 2: not JSON"),
-        (
-            "p.jsonl",
-            b'{"prompt": "one"}\n{"text": "two"}\n',
-            r"p\.jsonl, line 2: no conversation in any format",
-        ),
-        (
-            "p.json",
-            b'[{"prompt": "one"}, {"text": "two"}]',
-            r"p\.json, row 1: no conversation in any format",
-        ),
-        ("p.json", b'[{"prompt": "one"', r"begins with '\[' and is not a JSON array"),
-        ("p.jsonl", '{"prompt": "one"}'.encode("utf-16"), "UTF-16 or UTF-32; convert it to UTF-8"),
-        ("p.jsonl.gz", b"not packed", "cannot be read"),
-        ("p.parquet", b"PAR1", "from JSON Lines or a JSON array, not from Parquet"),
+        ("p.jsonl", b'{"prompt": "one"}\n{"prompt"\n', "line 2 JSON"),
+        ("p.jsonl", b'{"prompt": "one"}\n{"text": "two"}\n', "line 2 conversation"),
+        ("p.json", b'[{"prompt": "one"}, {"text": "two"}]', "row 1 conversation"),
+        ("p.json", b'[{"prompt": "one"', "'[' JSON array"),
+        ("p.jsonl", '{"prompt": "one"}'.encode("utf-16"), "UTF-16 UTF-8"),
+        ("p.jsonl.gz", b"not packed", ""),
+        ("p.parquet", b"PAR1", "Parquet JSON Lines"),
+        ("p.jsonl", None, ""),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=words):
-        read_prompts(tmp_path / name)
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with refused(str(path), words):
+        read_prompts(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no file at '.*nowhere\.jsonl'"):
-        read_prompts(tmp_path / "nowhere.jsonl")
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-@pytest.mark.parametrize("end", [slice(0, 30), slice(5, None)])
-def test_what_cannot_be_decompressed_is_named(tmp_path, pack, end):
-    kind = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}[pack]
+@pytest.mark.parametrize(
+    ("pack", "kind"), [(gzip.compress, "gz"), (bz2.compress, "bz2"), (lzma.compress, "xz")]
+)
+@pytest.mark.parametrize("part", [slice(0, 30), slice(5, None)])
+def test_what_cannot_be_decompressed_is_named(tmp_path, pack, kind, part):
     path = tmp_path / f"p.jsonl.{kind}"
     packed = pack(LINES)
-    for content in (packed[end], packed[:20] + b"\xff" * 20 + packed[40:]):
+    for content in (packed[part], packed[:20] + b"\xff" * 20 + packed[40:]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        with refused(str(path)):
             read_prompts(path)

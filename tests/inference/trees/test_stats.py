@@ -10,7 +10,7 @@ from headstart.inference import Stats
 from headstart.inference.trees.stats import RoundRecord
 
 
-def stats():
+def example():
     """Two rows in three rounds: a chain of 3, a plain round, and a chain of 2 whose text ends
     early."""
     rows = [
@@ -22,24 +22,24 @@ def stats():
 
 
 def test_a_tokens_time_is_its_share_of_the_round():
-    assert sorted(stats().token_seconds) == pytest.approx(
+    assert sorted(example().token_seconds) == pytest.approx(
         sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2)
     )
 
 
-def rounds(*pairs):
+def of_pairs(*pairs):
     return [RoundRecord(accepted, returned) for accepted, returned in pairs]
 
 
 def test_acceptance_length_counts_the_bonus_token_and_what_the_last_round_returns():
-    stats = Stats([rounds((2, 3), (0, 1), (3, 2))], max_depth=3)
+    stats = Stats([of_pairs((2, 3), (0, 1), (3, 2))], max_depth=3)
     assert stats.tokens == 6
     assert stats.acceptance_length == 2
 
 
 def test_acceptance_rate_by_depth_is_conditional_and_a_cut_round_says_nothing_of_what_was_cut():
     # accepted 2, 0 and 1 of 3; the last round accepted 3 but only 1 token was returned
-    stats = Stats([rounds((2, 3), (0, 1), (1, 2), (3, 1))], max_depth=3)
+    stats = Stats([of_pairs((2, 3), (0, 1), (1, 2), (3, 1))], max_depth=3)
     assert stats.acceptance_rate_by_depth == [3 / 4, 1 / 2, 0 / 1]
 
 
@@ -52,9 +52,9 @@ def test_no_round_gives_nan_and_not_a_crash():
 
 def test_the_interval_is_that_of_a_ratio_over_prompts():
     assert Stats(
-        [rounds((1, 2)), rounds((1, 2), (1, 2))]
+        [of_pairs((1, 2)), of_pairs((1, 2), (1, 2))]
     ).acceptance_length_interval == pytest.approx((2, 2))
-    rows = [rounds((1, 2)), rounds((1, 2), (1, 2), (1, 2)), rounds((3, 4))]
+    rows = [of_pairs((1, 2)), of_pairs((1, 2), (1, 2), (1, 2)), of_pairs((3, 4))]
     stats = Stats(rows, max_depth=3)
     mean = 12 / 5
     squares = (2 - mean) ** 2 + (6 - 3 * mean) ** 2 + (4 - mean) ** 2
@@ -63,16 +63,14 @@ def test_the_interval_is_that_of_a_ratio_over_prompts():
 
 
 def test_merging_adds_rows_and_times_and_keeps_every_tokens_time():
-    left, right = (
-        Stats([rounds((0, 1))], 1, {"draft": 1.0}),
-        Stats([rounds((2, 3))], 2, {"draft": 2.0, "target": 1.0}),
-    )
+    left = Stats([of_pairs((0, 1))], 1, {"draft": 1.0})
+    right = Stats([of_pairs((2, 3))], 2, {"draft": 2.0, "target": 1.0})
     merged = Stats.merged([left, right])
     assert merged.acceptance_length == 2
     assert merged.max_depth == 2
     assert merged.seconds == {"draft": 3.0, "target": 1.0}
-    assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(
-        stats().token_seconds * 2
+    assert sorted(Stats.merged([example(), example()]).token_seconds) == sorted(
+        example().token_seconds * 2
     )
 
 
@@ -80,7 +78,6 @@ def test_parts_of_a_round_are_those_of_its_whole_batch():
     """Two rows share two rounds: a round's mean time is not divided among its rows."""
     rows = [[RoundRecord(1, 2, number=0), RoundRecord(1, 2, number=1)] for _ in range(2)]
     stats = Stats(rows=rows, round_seconds=[0.5, 0.7], seconds={"draft": 0.4, "target": 0.8})
-    assert stats.round_parts["draft"] == pytest.approx(0.2) and stats.round_parts[
-        "target"
-    ] == pytest.approx(0.4)
+    parts = stats.round_parts
+    assert (parts["draft"], parts["target"]) == pytest.approx((0.2, 0.4))
     assert Stats().round_parts == {}

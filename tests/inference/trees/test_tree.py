@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from helpers import one_row_tree, random_shape
+from messages import refused
 
-from headstart.inference import DraftTree, DynamicShape, TreeShape, tree_policy
+from headstart.inference import DynamicShape, TreeShape, tree_policy
 from headstart.inference.trees.tree_spec import EarlyExitShape, spec_of
 
 
@@ -14,12 +16,10 @@ def ancestors(parents, node):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
-    shape = tools.random_shape(seed)
+def test_masks_depths_and_levels_agree_with_a_walk(seed):
+    shape = random_shape(seed)
     parents = shape.parents
-    tree = DraftTree(
-        torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth
-    )
+    tree = one_row_tree([0] * shape.size, parents, shape.depth)
     for node in range(shape.size):
         seen = set(tree.structure.ancestors_BNN[0, node].nonzero().flatten().tolist())
         assert seen == ancestors(parents, node)
@@ -44,19 +44,20 @@ def test_paths_are_given_in_a_file_or_themselves_in_any_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("paths", "words"),
     [
-        ([[0, 0]], r"\[0, 0\] has no parent \[0\]"),
-        ([[0], [0]], r"given twice: \[0\]"),
-        ([[-1]], "each an integer from 0"),
-        ([[]], "at least one rank"),
-        ([["0"]], "each an integer"),
-        ([["0" * 9000]], r"tree path \[.{1,300} must hold"),
+        ([[0, 0]], "[0, 0] parent [0]"),
+        ([[0], [0]], "twice [0]"),
+        ([[-1]], "[-1] integer 0"),
+        ([[]], "[] rank"),
+        ([["0"]], "['0'] integer"),
+        ([["0" * 9000]], "integer"),
     ],
 )
-def test_paths_that_are_no_tree_are_refused(paths, message):
-    with pytest.raises(ValueError, match=message):
+def test_paths_that_are_no_tree_are_refused(paths, words):
+    with refused(words) as refusal:
         TreeShape.from_paths(paths)
+    assert len(str(refusal.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -92,18 +93,17 @@ def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
     assert tree_policy(json.loads(json.dumps(spec_of(policy)))) == policy
 
 
-DYNAMIC = "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "words"),
     [
-        *((text, DYNAMIC) for text in ("dynamic:1", "dynamic:24:0", "dynamic:24:6:0")),
-        ("stop:1.5:chain:3", r"threshold from 0 to 1, not 3 and 1\.5"),
+        ("dynamic:1", "nodes depth width 2 1"),
+        ("dynamic:24:0", "nodes depth width 24 0"),
+        ("dynamic:24:6:0", "nodes depth width 24 6 0"),
+        ("stop:1.5:chain:3", "threshold 0 1 3 1.5"),
     ],
 )
-def test_numbers_that_no_tree_has_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_that_no_tree_has_are_refused(text, words):
+    with refused(words):
         tree_policy(text)
 
 
@@ -117,7 +117,7 @@ def test_numbers_that_no_tree_has_are_refused(text, message):
 def test_files_that_hold_no_tree_are_refused(content, tmp_path):
     path = tmp_path / "tree.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"tree\.json holds no list of paths"):
+    with refused(str(path), "list of paths"):
         tree_policy(str(path))
 
 
@@ -129,16 +129,12 @@ def test_files_that_hold_no_tree_are_refused(content, tmp_path):
     ],
 )
 def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):
-    with pytest.raises(
-        ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"
-    ):
+    with refused(f"'{text}' auto root chain:LENGTH"):
         tree_policy(text)
 
 
 def test_a_tree_takes_its_draft_probabilities_to_another_device():
-    tokens_BN = torch.tensor([[0, 4]])
-    tree = DraftTree(
-        tokens_BN, tokens_BN - 1, torch.tensor([2]), 1, "sampled_chain", torch.ones(1, 2, 5)
-    )
+    drafts = {"kind": "sampled_chain", "draft_probs_BNV": torch.ones(1, 2, 5)}
+    tree = one_row_tree([0, 4], [-1, 0], 1, **drafts)
     moved = tree.to(torch.device("meta"))
     assert {moved.tokens_BN.device.type, moved.draft_probs_BNV.device.type} == {"meta"}

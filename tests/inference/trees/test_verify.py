@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import random_shape
+from helpers import one_row_tree, random_shape
 
 from headstart.inference import DraftTree
 from headstart.inference.engines.base import TargetOutput
 from headstart.inference.rounds.verification import verify
-from headstart.inference.trees.verify import (
-    VerifyResult,
-    follow,
-    greedy,
-)
+from headstart.inference.trees.verify import VerifyResult, follow, greedy
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,12 +26,7 @@ def test_greedy_follows_the_best_token_as_far_as_the_tree_holds_it(seed):
         siblings = torch.randperm(4, generator=random).tolist()
         tokens |= {path: siblings[path[-1]] for path in shape.paths if path[:-1] == parent}
     scores_1NV = torch.randn(1, shape.size, 4, generator=random, dtype=torch.float64)
-    tree = DraftTree(
-        torch.tensor([[tokens[path] for path in paths]]),
-        torch.tensor([shape.parents]),
-        torch.tensor([shape.size]),
-        shape.depth,
-    )
+    tree = one_row_tree([tokens[path] for path in paths], shape.parents, shape.depth)
     path, expected = (), [0]
     while True:
         best = int(scores_1NV[0, expected[-1]].argmax())
@@ -61,13 +52,7 @@ def test_padding_beyond_a_rows_size_never_matches():
 
 
 def test_of_equal_siblings_only_the_first_is_followed():
-    tree = DraftTree(
-        torch.tensor([[0, 4, 4, 5, 6]]),
-        torch.tensor([[-1, 0, 0, 1, 2]]),
-        torch.tensor([5]),
-        2,
-        "sampled_independent",
-    )
+    tree = one_row_tree([0, 4, 4, 5, 6], [-1, 0, 0, 1, 2], 2, kind="sampled_independent")
     # Node 3 follows the first sibling, node 4 the second.
     for choices, path in [([4, 5, 9, 1, 1], [0, 1, 3]), ([4, 9, 6, 1, 1], [0, 1])]:
         result = follow(tree, torch.tensor([choices]))
@@ -75,9 +60,7 @@ def test_of_equal_siblings_only_the_first_is_followed():
 
 
 def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token():
-    tree = DraftTree(
-        torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2
-    )
+    tree = one_row_tree([7, 5, 6, 4], [-1, 0, 0, 2], 2)
     result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
     verdict = verify(lambda *_: result, tree, output.features_BNF, output.logits_BNV, None)
