@@ -101,6 +101,18 @@ def test_max_length_cuts_and_a_sequence_without_an_answer_is_left_out():
     assert examples_of([("user", "alone")], tokenizer) == []
 
 
+def test_what_the_template_puts_before_a_marked_answer_is_not_the_assistants():
+    """Also where it follows the generation prompt, as text that the model would have to write."""
+    template = "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}Reply: "
+    template += "{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+    template += "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = tokenizer_with(template, "</s>")
+    (example,) = examples_of([("user", "hi"), ("assistant", "yo")], tokenizer)
+    assert tokenizer.decode(example.tokens) == "<user>hi<assistant>Reply: yo</s>"
+    assert answers_in(example, tokenizer) == ["yo</s>"]
+
+
 def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_shown():
     template = "{% for m in messages %}{{ {'assistant': 'bot'}.get(m['role'], m['role']) }}: "
     template += "{{ m['content'] }}\n{% endfor %}"
