@@ -7,16 +7,24 @@ import logging
 import re
 import subprocess
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import last_weights, launched, log_of, same_tensors
+from messages import refused
+from runs import (
+    assert_same_weights,
+    changed,
+    checkpoints_of,
+    launched,
+    log_of,
+)
 
 import headstart.train
 from headstart.stopping import StopFlag
-from headstart.train import Callback, Progress, Stopped, TrainConfig, train
+from headstart.train import Callback, Progress, Stopped, train
 from headstart.train.loop import Callbacks
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +34,9 @@ OFTEN = {"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background":
 
 
 @pytest.fixture
-def judged(run_options, changed, tmp_path):
+def interrupted(run_options, tmp_path):
     """A run with an evaluation and checkpoints in its middle."""
     return changed(run_options(tmp_path / "run", 12), loop=OFTEN)
-
-
-@pytest.fixture(scope="module")
-def whole(run_options, changed, tmp_path_factory):
-    """The weights of that run, to which nothing happened."""
-    folder = tmp_path_factory.mktemp("whole")
-    return last_weights(train(changed(run_options(folder, 12), loop=OFTEN)))
 
 
 class Recorder(Callback):
@@ -52,38 +53,25 @@ class Recorder(Callback):
 
     def on_save(self, progress, checkpoint):
         assert (checkpoint / "progress.json").exists()
-        self.calls.append(("save", progress, checkpoint))
+        self.calls.append(("save", progress, None))
 
     def on_end(self, progress, folder):
         assert (folder / "report.md").exists() and (folder / "last").is_dir()
-        self.calls.append(("end", progress, folder))
+        self.calls.append(("end", progress, None))
 
 
-def test_callbacks_are_called_in_order_with_what_is_logged(judged):
+def test_callbacks_are_called_in_order_with_what_is_logged(interrupted):
     seen = Recorder()
-    assert isinstance(judged, TrainConfig)
-    folder = train(judged, callbacks=[Callback(), seen])
-    names = [(name, progress.step) for name, progress, _ in seen.calls]
-    steps = [("step", number) for number in range(1, 13)]
-    expected = [
-        *steps[:5],
-        ("save", 5),
-        *steps[5:8],
-        ("evaluation", 8),
-        *steps[8:10],
-        ("save", 10),
-        *steps[10:],
-    ]
-    assert names == [*expected, ("save", 12), ("evaluation", 12), ("end", 12)]
-    rows = [
-        given
-        for name, _, given in seen.calls
-        if name in ("step", "evaluation") and given is not None
-    ]
+    folder = train(interrupted, callbacks=[Callback(), seen])
+    events = {5: ["save"], 8: ["evaluation"], 10: ["save"], 12: ["save", "evaluation", "end"]}
+    expected = []
+    for step in range(1, 13):
+        expected += [(name, step) for name in ["step", *events.get(step, [])]]
+    assert [(name, progress.step) for name, progress, _ in seen.calls] == expected
+    rows = [row for _, _, row in seen.calls if row is not None]
     assert rows == log_of(folder) and [row["step"] for row in rows] == [3, 6, 8, 9, 12, 12]
-    assert all(isinstance(progress, Progress) for _, progress, _ in seen.calls)
-    assert seen.calls[0][1].answer_tokens < seen.calls[-1][1].answer_tokens
-    assert seen.calls[-1][2] == folder
+    (_, first, _), *_, (_, last, _) = seen.calls
+    assert isinstance(first, Progress) and first.answer_tokens < last.answer_tokens
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,9 @@ def test_callbacks_are_called_in_order_with_what_is_logged(judged):
         ("on_end", Stopped("enough")),
     ],
 )
-def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, whole, method, error):
+def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(
+    interrupted, tmp_path, method, error
+):
     class Broken(Callback):
         steps = ()
 
@@ -106,17 +96,15 @@ def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, who
     setattr(Broken, method, broken)
     callback, after = Broken(), Recorder()
     with pytest.raises(type(error)) as caught:
-        train(judged, callbacks=[callback, after])
+        train(interrupted, callbacks=[callback, after])
     assert caught.value is error
-    assert len(callback.steps) == 1  # it is not called again
-    (stopped,) = callback.steps
-    newest = sorted((Path(judged.output) / "checkpoints").iterdir())[-1]
-    assert newest.name == f"step-{stopped:08d}"
+    (stopped,) = callback.steps  # it is not called again
+    assert checkpoints_of(interrupted.output)[-1] == f"step-{stopped:08d}"
     assert all(progress.step <= stopped for _, progress, _ in after.calls)
     if method != "on_end":
-        assert stopped < 12 and not (Path(judged.output) / "last").exists()
-    weights = last_weights(train(judged))
-    assert same_tensors(weights, whole)
+        assert stopped < 12 and not (Path(interrupted.output) / "last").exists()
+    whole = train(changed(interrupted, output=str(tmp_path / "whole")))
+    assert_same_weights(train(interrupted), whole)
 
 
 def shown(number, config):
@@ -179,7 +167,7 @@ def test_callbacks_run_on_the_main_process_with_copies():
 def test_names_of_the_package_are_those_that_it_lists():
     for name in headstart.train.__all__:
         assert getattr(headstart.train, name).__name__ == name
-    with pytest.raises(AttributeError, match="'trian'"):
+    with refused("'trian'", error=AttributeError):
         headstart.train.trian  # noqa: B018
 
 
@@ -197,19 +185,11 @@ def test_importing_headstart_prints_nothing_and_leaves_logging_alone():
 
 
 def test_in_another_program_a_run_reports_by_logging_alone(short, monkeypatch, capsys):
-    class Kept(logging.Handler):
-        def __init__(self):
-            super().__init__()
-            self.records = []
-
-        def emit(self, record):
-            self.records.append(record)
-
-    kept, package = Kept(), logging.getLogger("headstart")
-    monkeypatch.setattr(package, "handlers", [kept])
+    kept = BufferingHandler(1000)
+    monkeypatch.setattr(logging.getLogger("headstart"), "handlers", [kept])
     train(short)
     assert capsys.readouterr().out == ""
-    said = [record.getMessage() for record in kept.records]
+    said = [record.getMessage() for record in kept.buffer]
     assert sum(line.startswith("step 12/12  loss") for line in said) == 1
     assert any(line.startswith("step 12  acceptance length: chain") for line in said)
-    assert {record.levelname for record in kept.records} == {"INFO"}
+    assert {record.levelname for record in kept.buffer} == {"INFO"}

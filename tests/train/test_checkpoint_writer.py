@@ -3,22 +3,22 @@ whole or not at all."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from messages import refused
-from runs import checkpoints_of, last_bytes, write_config
+from runs import changed, checkpoints_of, last_bytes
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map_only
 
 from headstart.train import Callback, loop, train
 from headstart.train.checkpoint_writer import (
@@ -35,13 +35,20 @@ EVERY = 5
 
 
 @pytest.fixture
-def config(run_options, tmp_path, changed):
+def saved_often(run_options, tmp_path):
     options = run_options(tmp_path / "run", STEPS)
     return changed(options, loop={"eval_every": 0, "save_every": EVERY, "keep": 4})
 
 
-def tensors_of(folder):
-    """All tensors of a checkpoint by a name, and its other files by theirs."""
+@pytest.fixture(scope="module")
+def in_foreground(run_options, tmp_path_factory):
+    """The same run, which waits for each of its checkpoints."""
+    loop = {"eval_every": 0, "save_every": EVERY, "keep": 4, "save_in_background": False}
+    return train(changed(run_options(tmp_path_factory.mktemp("plain"), STEPS), loop=loop))
+
+
+def contents_of(folder):
+    """All tensors of a checkpoint by a name, and its other files by theirs, as text."""
     found = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
@@ -53,19 +60,10 @@ def tensors_of(folder):
     return found
 
 
-def assert_same(ours, theirs):
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert_same(ours[name], theirs[name])
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs)
-        for own, other in zip(ours, theirs, strict=True):
-            assert_same(own, other)
-    else:
-        assert str(ours) == str(theirs)
+def shown_whole(contents):
+    """Every number of nested contents, as text."""
+    with np.printoptions(threshold=sys.maxsize):
+        return repr(tree_map_only(torch.Tensor, lambda tensor: tensor.tolist(), contents))
 
 
 class Steps(Callback):
@@ -91,57 +89,72 @@ class Steps(Callback):
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Have the first checkpoint's files written only after a number of steps more: `slow(steps,
-    more)`."""
+def writing(monkeypatch):
+    """Has a function called with the folder before each checkpoint's files are written."""
 
-    def patch(steps, more):
+    def patch(before):
         original = TrainingState.write
-        calls = []
 
-        def write(self, *given):
-            calls.append(steps.step)
-            if len(calls) == 1:
-                steps.wait_for(calls[0] + more)
-            original(self, *given)
+        def write(self, folder, *given):
+            before(folder)
+            original(self, folder, *given)
 
         monkeypatch.setattr(TrainingState, "write", write)
 
     return patch
 
 
-def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(config, changed, slow):
-    plain = train(
-        changed(config, output=config.output + "-plain", loop={"save_in_background": False})
-    )
+@pytest.fixture
+def slowly(writing):
+    """Have the first checkpoint's files written only after a number of steps more: `slowly(steps,
+    more)`."""
+
+    def patch(steps, more):
+        calls = []
+
+        def wait(folder):
+            calls.append(steps.step)
+            if len(calls) == 1:
+                steps.wait_for(calls[0] + more)
+
+        writing(wait)
+
+    return patch
+
+
+def disk_full():
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(
+    saved_often, in_foreground, slowly
+):
     steps = Steps()
-    slow(steps, 3)
-    train(config, [steps])
+    slowly(steps, 3)
+    train(saved_often, [steps])
     assert steps.saved[0][0] == EVERY and steps.saved[0][1] >= EVERY + 3
     assert [step for step, _ in steps.saved] == [EVERY, 2 * EVERY, 3 * EVERY, STEPS]
-    for step in (EVERY, 2 * EVERY, 3 * EVERY, STEPS):
-        name = f"checkpoints/step-{step:08d}"
-        assert_same(tensors_of(Path(config.output) / name), tensors_of(plain / name))
+    for name in checkpoints_of(in_foreground):
+        ours, theirs = (
+            contents_of(Path(folder) / "checkpoints" / name)
+            for folder in (saved_often.output, in_foreground)
+        )
+        assert shown_whole(ours) == shown_whole(theirs)
 
 
 def test_a_stopped_run_waits_for_the_write_in_flight_and_each_of_both_resumes(
-    config, changed, slow, stopped_at
+    saved_often, in_foreground, slowly, stopped_at
 ):
-    plain = train(
-        changed(config, output=config.output + "-plain", loop={"save_in_background": False})
-    )
     steps = Steps()
-    slow(steps, 2)
-    stopped_at(EVERY + 2, config, [steps])
-    assert checkpoints_of(config.output) == [f"step-{EVERY:08d}", f"step-{EVERY + 2:08d}"]
-    shutil.rmtree(Path(config.output) / "checkpoints" / f"step-{EVERY + 2:08d}")
-    train(config)
-    assert last_bytes(config.output) == last_bytes(plain)
+    slowly(steps, 2)
+    stopped_at(EVERY + 2, saved_often, [steps])
+    first, second = checkpoints_of(saved_often.output)
+    assert (first, second) == (f"step-{EVERY:08d}", f"step-{EVERY + 2:08d}")
+    shutil.rmtree(Path(saved_often.output) / "checkpoints" / second)
+    assert last_bytes(train(saved_often)) == last_bytes(in_foreground)
 
 
-def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(
-    config, changed, monkeypatch, capsys
-):
+def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(saved_often, monkeypatch, capsys):
     writing, most = [], []
     original = TrainingState.write
 
@@ -153,104 +166,60 @@ def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(
         writing.pop()
 
     monkeypatch.setattr(TrainingState, "write", write)
-    train(changed(config, loop={"save_every": 1, "max_steps": 4}))
+    train(changed(saved_often, loop={"save_every": 1, "max_steps": 4}))
     assert max(most) == 1
-    said = capsys.readouterr().out
-    assert said.count("s for the checkpoint before to be written") == 3, said
+    told = [line for line in capsys.readouterr().out.splitlines() if "waited" in line]
+    assert len(told) == 3
 
 
 def test_what_a_writer_cannot_write_ends_the_run_soon_and_leaves_the_checkpoint_before(
-    config, changed, monkeypatch
+    saved_often, in_foreground, writing
 ):
-    config = changed(config, loop={"keep": 1})
-    whole = train(dataclasses.replace(config, output=config.output + "-whole"))
+    config = changed(saved_often, loop={"keep": 1})
     steps = Steps()
-    original = TrainingState.write
+    failures = []
 
-    def write(self, folder, *given):
-        if folder.name == "step-00000010.partial":
+    def fail_once(folder):
+        if folder.name == "step-00000010.partial" and not failures:
             (folder / "model.safetensors").write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(self, folder, *given)
+            failures.append(disk_full())
+            raise failures[0]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingState, "write", write)
-        with refused("step-00000010 space", error=OSError):
-            train(config, [steps])
+    writing(fail_once)
+    with refused("step-00000010 space", error=OSError):
+        train(config, [steps])
     assert 10 <= steps.step < 15
     assert checkpoints_of(config.output) == ["step-00000005"]
-    train(config)
-    assert last_bytes(config.output) == last_bytes(whole)
+    assert last_bytes(train(config)) == last_bytes(in_foreground)
 
 
-def test_an_error_of_the_last_write_in_flight_is_raised_at_the_end(config, changed, monkeypatch):
-    def write(self, *given):
+def test_an_error_of_the_last_write_in_flight_is_raised_at_the_end(saved_often, writing):
+    def fail(folder):
         time.sleep(0.3)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise disk_full()
 
-    monkeypatch.setattr(TrainingState, "write", write)
+    writing(fail)
     with refused(f"step-{STEPS - 1:08d} space", error=OSError):
-        train(changed(config, loop={"save_every": STEPS - 1}))
-    assert not (Path(config.output) / "last").exists()
-    assert checkpoints_of(config.output) == []
+        train(changed(saved_often, loop={"save_every": STEPS - 1}))
+    assert not (Path(saved_often.output) / "last").exists()
+    assert checkpoints_of(saved_often.output) == []
 
 
-def test_a_run_that_fails_lets_the_checkpoint_in_flight_become_whole(config, monkeypatch):
-    original = TrainingState.write
+def test_a_run_that_fails_lets_the_checkpoint_in_flight_become_whole(
+    saved_often, writing, monkeypatch
+):
     update = loop.Trainer.update
-
-    def write(self, *given):
-        time.sleep(0.5)
-        original(self, *given)
 
     def fails(trainer):
         if trainer.schedule.last_epoch == EVERY + 1:
             raise KeyError("a mistake")
         return update(trainer)
 
-    monkeypatch.setattr(TrainingState, "write", write)
+    writing(lambda folder: time.sleep(0.5))
     monkeypatch.setattr(loop.Trainer, "update", fails)
-    with pytest.raises(KeyError, match="a mistake"):
-        train(config)
-    assert checkpoints_of(config.output) == [f"step-{EVERY:08d}"]
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from headstart.scripts.command_line import options
-from headstart.train import TrainConfig, train
-from headstart.train.checkpoint_writer import TrainingState
-
-original = TrainingState.write
-
-def write(self, folder, *given):
-    if "00000010" in folder.name:
-        (folder / "model.safetensors").write_bytes(b"half")
-        time.sleep(600)
-    original(self, folder, *given)
-
-TrainingState.write = write
-train(options(TrainConfig, "train", "", sys.argv[1:]))
-"""
-
-
-def test_killed_while_the_second_is_written_a_run_goes_on_from_the_first(
-    config, tmp_path, wait_for, steps_logged
-):
-    whole = train(dataclasses.replace(config, output=config.output + "-whole"))
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    given = write_config(config, tmp_path / "killed.yaml")
-    with subprocess.Popen(
-        [sys.executable, script, "--config", given], stdout=subprocess.DEVNULL
-    ) as process:
-        wait_for(process, lambda: steps_logged(config.output) >= 13, "step 13")
-        process.kill()
-    assert checkpoints_of(config.output) == ["step-00000005", "step-00000010.partial"]
-    train(config)
-    assert last_bytes(config.output) == last_bytes(whole)
-    assert not list(Path(config.output).rglob("*.partial"))
+    with refused("mistake", error=KeyError):
+        train(saved_often)
+    assert checkpoints_of(saved_often.output) == [f"step-{EVERY:08d}"]
 
 
 def test_a_fault_that_is_no_full_disk_keeps_its_own_name():
@@ -279,13 +248,13 @@ def test_shards_run_no_code(tmp_path, where):
     optimizer.step()
     sharded = Sharded(module, optimizer)
     folder = tmp_path / Sharded.FOLDER
+    planted = Planted(tmp_path / "ran")
     states = sharded.states()
     if where == "shard":
-        groups = states["optimizer"]["param_groups"]
-        groups[0]["lr"] = Planted(tmp_path / "ran")
+        states["optimizer"]["param_groups"][0]["lr"] = planted
     save_shards(states, checkpoint_id=folder)
     if where == "index":
-        (folder / INDEX_FILE).write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+        (folder / INDEX_FILE).write_bytes(pickle.dumps(planted))
     if where == "nowhere":
         before = module.weight.clone()
         module.weight.data.zero_()

@@ -21,10 +21,20 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
-from messages import refused
-from runs import changed, checkpoints_of, evaluations_of, log_of, write_config, write_rows
+from messages import lacking, refused
+from runs import (
+    assert_same_curve,
+    changed,
+    checkpoints_of,
+    evaluations_of,
+    last_bytes,
+    log_of,
+    rows_of,
+    saved_options,
+    write_config,
+    write_rows,
+)
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -45,14 +55,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
-SAME = 1e-4
-"""Largest relative difference of two losses."""
 ROUNDED = 0.03
 """The same in bfloat16, whose numbers are 0.4 % apart."""
 
 
 @pytest.fixture(scope="module")
-def options(run_options, tmp_path_factory):
+def parallel(run_options, tmp_path_factory):
     """A head that reads its own weights outside of its modules and feeds on its own outputs; rows
     of any length.
 
@@ -66,10 +74,16 @@ def options(run_options, tmp_path_factory):
     )
 
 
+@pytest.fixture
+def parallel_run(parallel, tmp_path):
+    """The same in a folder of a test's own."""
+    return changed(parallel, output=str(tmp_path / "run"))
+
+
 @pytest.fixture(scope="module")
-def alone(options):
+def alone(parallel):
     """The run of one process."""
-    return train(options)
+    return train(parallel)
 
 
 def in_bfloat16(config):
@@ -87,9 +101,9 @@ def with_adapter(config):
 
 
 @pytest.fixture(scope="module")
-def alone_in_bfloat16(options, tmp_path_factory):
+def alone_in_bfloat16(parallel, tmp_path_factory):
     """The runs of one process in bfloat16, by what they train."""
-    kinds = {"head": in_bfloat16(options), "adapter": with_adapter(options)}
+    kinds = {"head": in_bfloat16(parallel), "adapter": with_adapter(parallel)}
     folder = tmp_path_factory.mktemp("bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "formats", lambda config, _: (config.dtype, "bfloat16"))
@@ -99,28 +113,17 @@ def alone_in_bfloat16(options, tmp_path_factory):
         }
 
 
-def written(config):
-    """The options as a file beside the run's folder."""
-    return write_config(config, Path(config.output).with_suffix(".yaml"))
+ACCELERATE = "accelerate.commands.launch"
+OURS = "headstart.scripts.launch"
 
 
-def launch(config, launch_file, processes=2, by="accelerate.commands.launch"):
-    """Start a run as its own processes; the text it prints comes through `stdout`."""
-    return started(launch_file, processes, "scripts/train.py", "--config", written(config), by=by)
-
-
-def started(launch_file, processes, *script, by="accelerate.commands.launch"):
-    command = [sys.executable, "-m", by]
-    command += [
-        "--config_file",
-        str(launch_file),
-        "--num_processes",
-        str(processes),
-        "--main_process_port",
-        "0",
-    ]
+def launch(word, processes, *script, by=ACCELERATE):
+    """Start a script by a launch file, in several processes; what they print comes through
+    `stdout`."""
+    command = [sys.executable, "-m", by, "--config_file", f"configs/accelerate/{word}.yaml"]
+    command += ["--num_processes", str(processes), "--main_process_port", "0"]
     return subprocess.Popen(
-        [*command, *script],
+        [*command, *map(str, script)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
@@ -128,6 +131,11 @@ def started(launch_file, processes, *script, by="accelerate.commands.launch"):
         text=True,
         start_new_session=True,
     )
+
+
+def launch_run(config, word="ddp", processes=2, by=ACCELERATE):
+    path = write_config(config, Path(config.output).with_suffix(".yaml"))
+    return launch(word, processes, "scripts/train.py", "--config", path, by=by)
 
 
 @dataclass(frozen=True)
@@ -141,43 +149,30 @@ class Launched:
     """By the whole launch."""
 
 
-def launched(folder, word, processes, jobs):
+def launch_jobs(folder, word, processes, jobs):
     """One launch that makes several runs: by name a config, and what `launched.py` does to the
     run."""
     given = []
     for name, (config, more) in jobs.items():
-        config = changed(config, output=str(folder / name))
-        given.append({"config": written(config), "report": str(folder / f"{name}.seen"), **more})
+        path = write_config(changed(config, output=str(folder / name)), folder / f"{name}.yaml")
+        given.append({"config": path, "report": str(folder / f"{name}.seen"), **more})
     (folder / "jobs.json").write_text(json.dumps(given))
-    process = started(
-        f"configs/accelerate/{word}.yaml",
-        processes,
-        "tests/train/launched.py",
-        folder / "jobs.json",
-    )
+    process = launch(word, processes, "tests/train/launched.py", folder / "jobs.json")
     said = finished(process)
-    assert process.returncode == 0, "\n".join(
-        line for line in said.splitlines() if not line.startswith("step ")
-    )
-    return {
-        name: Launched(
-            folder / name,
-            [
-                json.loads((folder / f"{name}.seen.{rank}.json").read_text())
-                for rank in range(processes)
-            ],
-            said,
-        )
-        for name in jobs
-    }
+    lines = [line for line in said.splitlines() if not line.startswith("step ")]
+    assert process.returncode == 0, "\n".join(lines)
+    done = {}
+    for name in jobs:
+        reports = [folder / f"{name}.seen.{rank}.json" for rank in range(processes)]
+        seen = [json.loads(path.read_text()) for path in reports]
+        done[name] = Launched(folder / name, seen, said)
+    return done
 
 
 def workers(process):
     """The processes of a launch, which are in sessions of their own."""
-    return [
-        int(pid)
-        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
 
 
 def finished(process, seconds=500):
@@ -194,19 +189,6 @@ def finished(process, seconds=500):
     return said
 
 
-def losses(folder):
-    return {
-        row["step"]: [*row["loss"], row["gradient_norm"]] for row in log_of(folder) if "loss" in row
-    }
-
-
-def assert_same_curve(folder, other, apart=SAME):
-    ours, theirs = losses(Path(folder)), losses(Path(other))
-    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
-    for step, values in theirs.items():
-        assert ours[step] == pytest.approx(values, rel=apart), f"step {step}"
-
-
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs"
 )
@@ -221,29 +203,29 @@ LAUNCHES = [
 
 
 @pytest.fixture(scope="module")
-def launches(request, options, tmp_path_factory):
+def launches(request, parallel, tmp_path_factory):
     """What the runs of a launch left, by name: `launches("ddp", 2)`; it happens once."""
     done: dict[tuple[str, int], dict[str, Launched]] = {}
 
     def runs_of(word, processes):
         if (word, processes) not in done:
             folder = tmp_path_factory.mktemp(f"{word}-{processes}")
-            jobs = jobs_of(options, word, processes)
+            jobs = jobs_of(parallel, word, processes)
             if (word, processes) == ("ddp", 2):
-                jobs |= cut_jobs(options, request.getfixturevalue("thirteen"), folder)
+                jobs |= cut_jobs(parallel, request.getfixturevalue("thirteen"), folder)
                 without_some(request.getfixturevalue("whole") / "features", folder / "half-filled")
-            done[word, processes] = launched(folder, word, processes, jobs)
+            done[word, processes] = launch_jobs(folder, word, processes, jobs)
         return done[word, processes]
 
     return runs_of
 
 
-def jobs_of(options, word, processes):
+def jobs_of(parallel, word, processes):
     """In float32 and in bfloat16; with two processes also with an adapter, and saved in different
     ways."""
 
-    saving = changed(options, loop={"save_every": 10, "keep": 5})
-    config = changed(options, loop={"micro_batch": 2})
+    saving = changed(parallel, loop={"save_every": 10, "keep": 5})
+    config = changed(parallel, loop={"micro_batch": 2})
     jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
     if processes == 2 and word != "fsdp2":
         jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
@@ -274,16 +256,12 @@ def test_several_processes_have_the_losses_of_one(several, alone):
     assert all(seen["dtypes"] == ["torch.float32"] for seen in run.seen)
     (ours,), (theirs,) = evaluations_of(run.folder), evaluations_of(alone)
     assert ours["eval"] == theirs["eval"] and ours["tree"] == theirs["tree"]
-    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=SAME)
+    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=1e-4)
     answered = [seen["prompts"] for seen in run.seen]  # 5 prompts, each with three trees
     assert sum(answered) == 15 and max(answered) == 3 * -(-5 // processes)
-
-
-def test_weights_are_gathered_and_gradients_reduced_once_a_step_of_any_number_of_forwards(several):
-    engine, processes, runs = several
-    if engine == "FSDP2":
+    if engine == "FSDP2":  # once a step of any number of forwards
         for exchange in ("gathers", "reductions"):
-            assert [seen[exchange] for seen in runs["float32"].seen] == [STEPS] * processes
+            assert [seen[exchange] for seen in run.seen] == [STEPS] * processes
 
 
 def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_autocast(
@@ -300,51 +278,44 @@ def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_aut
 
 
 @pytest.fixture
-def stopped(options, tmp_path, wait_for, steps_logged):
-    """Two processes that SIGTERM ended in the middle: the config, and what they printed."""
+def stopped(parallel_run, wait_for, steps_logged):
+    """Ends a run of several processes by a signal: what they printed, and the checkpoint."""
 
-    def run(word):
-        config = changed(options, output=str(tmp_path / word), loop={"save_every": 0})
-        process = launch(config, f"configs/accelerate/{word}.yaml")
-        wait_for(process, lambda: steps_logged(config.output) >= 8, "step 8")
-        process.send_signal(signal.SIGTERM)
+    def run(word, by=ACCELERATE, number=signal.SIGTERM):
+        process = launch_run(changed(parallel_run, loop={"save_every": 0}), word, by=by)
+        wait_for(process, lambda: steps_logged(parallel_run.output) >= 8, "step 8")
+        process.send_signal(number)
         said = finished(process)
-        (checkpoint,) = checkpoints_of(config.output)
+        (checkpoint,) = checkpoints_of(parallel_run.output)
         step = int(checkpoint.removeprefix("step-"))
-        assert f"stopped at step {step} of {STEPS}" in said and 8 <= step < STEPS
-        return config, checkpoint
+        assert said.count(f"stopped at step {step} of {STEPS}") == 1 and 8 <= step < STEPS
+        return process, said, checkpoint
 
     return run
 
 
 def test_stopped_on_two_processes_a_run_goes_on_alone_with_its_data_in_another_folder(
-    alone, stopped, capsys, tmp_path
+    alone, parallel_run, stopped, capsys, tmp_path
 ):
-    config, checkpoint = stopped("ddp")
-    moved = (
-        shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved")
-        / Path(config.data.sources[0]).name
-    )
-    train(changed(config, data={"sources": [str(moved)]}, loop={"micro_batch": 4}))
-    said = capsys.readouterr().out
-    assert (
-        f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place"
-        in said
-    )
-    assert "with loop.micro_batch 4; before it was None" in said
-    assert_same_curve(config.output, alone)
+    _, _, checkpoint = stopped("ddp")
+    moved = shutil.copy(parallel_run.data.sources[0], tmp_path / "moved.jsonl")
+    train(changed(parallel_run, data={"sources": [str(moved)]}, loop={"micro_batch": 4}))
+    assert not lacking(capsys.readouterr().out, f"{checkpoint} DDP 2 loop.micro_batch 4 None")
+    assert_same_curve(parallel_run.output, alone)
 
 
-def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone, stopped):
-    config, checkpoint = stopped("fsdp2")
+def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(
+    alone, parallel_run, stopped
+):
+    _, _, checkpoint = stopped("fsdp2")
     with refused(checkpoint, "FSDP2 2 init_from"):
-        train(config)
-    process = launch(config, "configs/accelerate/fsdp2.yaml", processes=4)
+        train(parallel_run)
+    process = launch_run(parallel_run, "fsdp2", processes=4)
     assert "FSDP2; step " in finished(process) and process.returncode == 0
-    assert_same_curve(config.output, alone)
+    assert_same_curve(parallel_run.output, alone)
 
 
-def contents(checkpoint):
+def contents_of(checkpoint):
     """All tensors and numbers of a checkpoint, by file; what FSDP2 sharded is put together."""
     found = {}
     for path in sorted(checkpoint.iterdir()):
@@ -364,29 +335,21 @@ def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_aske
     launches, word
 ):
     runs = launches(word, 2)
-    assert checkpoints_of(runs["background"].folder) == [
-        "step-00000010",
-        "step-00000020",
-        "step-00000030",
-    ]
-    for seen in runs["background"].seen:  # steps went on meanwhile, but for the last
-        assert (
-            seen["written_at"][0] > 10
-            and seen["written_at"][1] > 20
-            and seen["written_at"][2] == 30
-        )
-    for name in checkpoints_of(runs["plain"].folder):
-        theirs = contents(runs["plain"].folder / "checkpoints" / name)
-        ours = contents(runs["background"].folder / "checkpoints" / name)
-        assert ours.keys() == theirs.keys() and len(ours) >= 4
-        for file in ours:
-            torch.testing.assert_close(
-                as_tensors(ours[file]), as_tensors(theirs[file]), rtol=0, atol=0
-            )
-    for seen in runs["broken"].seen:
-        assert "step-00000010 cannot be written: [Errno 28] No space left" in seen["ended"]
+    background, plain, broken = (runs[name] for name in ("background", "plain", "broken"))
+    names = [f"step-{step:08d}" for step in (10, 20, 30)]
+    assert checkpoints_of(background.folder) == checkpoints_of(plain.folder) == names
+    for seen in background.seen:  # steps went on meanwhile, but for the last
+        first, second, last = seen["written_at"]
+        assert first > 10 and second > 20 and last == 30
+    for name in names:
+        theirs = contents_of(plain.folder / "checkpoints" / name)
+        ours = contents_of(background.folder / "checkpoints" / name)
+        assert len(ours) >= 4
+        torch.testing.assert_close(as_tensors(ours), as_tensors(theirs), rtol=0, atol=0)
+    for seen in broken.seen:
+        assert not lacking(seen["ended"], "step-00000010 space")
         assert 10 <= seen["progress"]["step"] < 20
-    assert checkpoints_of(runs["broken"].folder) == []
+    assert checkpoints_of(broken.folder) == []
 
 
 def as_tensors(value):
@@ -402,31 +365,22 @@ def as_tensors(value):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_status_0(
-    alone, options, tmp_path, wait_for, steps_logged, number
+    alone, parallel_run, stopped, number
 ):
-    config = changed(options, output=str(tmp_path / "stopped"), loop={"save_every": 0})
-    process = launch(config, "configs/accelerate/ddp.yaml", by="headstart.scripts.launch")
-    wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
-    process.send_signal(number)
-    said = finished(process, seconds=60)
+    process, said, _ = stopped("ddp", OURS, number)
     assert process.returncode == 0 and "Traceback" not in said, said
-    (checkpoint,) = checkpoints_of(config.output)
-    step = int(checkpoint.removeprefix("step-"))
-    assert (
-        said.count(f"stopped at step {step} of {STEPS}; the same command resumes from there") == 1
-    )
     assert said.count("stopping after this step") == 1
-    train(config)
-    assert_same_curve(config.output, alone)
+    train(parallel_run)
+    assert_same_curve(parallel_run.output, alone)
 
 
-@pytest.mark.parametrize("by", ["headstart.scripts.launch", "accelerate.commands.launch"])
+@pytest.mark.parametrize("by", [OURS, ACCELERATE])
 def test_where_a_process_dies_the_others_say_that_the_same_command_resumes_and_it_does(
-    alone, options, tmp_path, wait_for, steps_logged, by
+    alone, parallel, tmp_path, wait_for, steps_logged, by
 ):
     for attempt in range(3):
-        config = changed(options, output=str(tmp_path / f"dies-{attempt}"), loop={"save_every": 2})
-        process = launch(config, "configs/accelerate/ddp.yaml", by=by)
+        config = changed(parallel, output=str(tmp_path / f"dies-{attempt}"), loop={"save_every": 2})
+        process = launch_run(config, by=by)
         wait_for(process, lambda run=config.output: steps_logged(run) >= 5, "step 5")
         os.kill(workers(process)[1], signal.SIGKILL)
         said = finished(process, seconds=60)
@@ -434,23 +388,23 @@ def test_where_a_process_dies_the_others_say_that_the_same_command_resumes_and_i
         after = said[said.index("error: ") :]
         if "rank 0" in after:  # torch ends it by SIGTERM, perhaps before it has spoken
             break
-    assert "rank 0 lost contact with another process at train/" in after
-    assert "the same command resumes from" in after and "checkpoints/step-" in after
-    ours = by == "headstart.scripts.launch"
-    assert ("Traceback" in after) == (not ours) and after.count("\n") < (8 if ours else 50), after
-    named = "error: rank 1 ended with signal SIGKILL; the same command resumes"
-    assert named in after if ours else "rank      : 1 (local_rank: 1)" in said
+    assert not lacking(after, "rank 0 lost train/ resumes checkpoints/step-")
+    assert ("Traceback" in after) == (by == ACCELERATE)
+    assert after.count("\n") < (8 if by == OURS else 50), after
+    if by == OURS:
+        assert not lacking(after, "rank 1 SIGKILL resumes")
+    else:
+        assert "rank      : 1 (local_rank: 1)" in said
     assert checkpoints_of(config.output) and steps_logged(config.output) < STEPS
     train(config)
     assert_same_curve(config.output, alone)
 
 
-def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options, tmp_path):
-    config = changed(options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon"))
-    process = launch(config, "configs/accelerate/fsdp2.yaml", by="headstart.scripts.launch")
+def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(parallel_run):
+    process = launch_run(changed(parallel_run, optim=OptimConfig(name="muon")), "fsdp2", by=OURS)
     said = finished(process, seconds=60)
     assert process.returncode == 2 and "Traceback" not in said
-    assert "error: Muon needs whole matrices, which FSDP2 shards" in said
+    assert not lacking(said, "error: Muon FSDP2")
 
 
 # What cannot be is told before anything is loaded.
@@ -465,8 +419,8 @@ def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options,
         ("ZeRO-3", {}, "ZeRO-3 ZeRO-2 FSDP2"),
     ],
 )
-def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, change, words):
-    config = changed(options, **change)
+def test_an_engine_that_cannot_train_the_config_is_refused(parallel_run, engine, change, words):
+    config = changed(parallel_run, **change)
     check_engine("DDP", config)
     with refused(words):
         check_engine(engine, config)
@@ -487,11 +441,13 @@ def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, chan
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "'data_types'"),
     ],
 )
-def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
+def test_a_deepspeed_file_that_contradicts_the_config_is_refused(parallel_run, given, words):
     share = Share.of(8, 2, 0, 2)
-    configure_deepspeed({"gradient_clipping": "auto", "bf16": {"enabled": False}}, options, share)
+    configure_deepspeed(
+        {"gradient_clipping": "auto", "bf16": {"enabled": False}}, parallel_run, share
+    )
     with refused(words):
-        configure_deepspeed(given, options, share)
+        configure_deepspeed(given, parallel_run, share)
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
@@ -524,7 +480,7 @@ def test_a_setting_of_the_launch_that_a_run_does_not_take_is_refused(
 
 def test_what_accelerate_config_writes_changes_no_weight(short, tmp_path, monkeypatch):
     short = changed(short, loop={"max_steps": 2, "micro_batch": 2})
-    expected = (train(short) / "last" / "model.safetensors").read_bytes()
+    expected = train(short)
     usual = {
         "ACCELERATE_DYNAMO_BACKEND": "NO",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
@@ -534,54 +490,54 @@ def test_what_accelerate_config_writes_changes_no_weight(short, tmp_path, monkey
     }
     for name, value in usual.items():
         monkeypatch.setenv(name, value)
-    other = train(changed(short, output=str(tmp_path / "other")))
-    assert (other / "last" / "model.safetensors").read_bytes() == expected
+    assert last_bytes(train(changed(short, output=str(tmp_path / "other")))) == last_bytes(expected)
+
+
+class TwoProcesses:
+    """This process, and another one of other data or of the same."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, other=None):
+        self.other = other
+        self.gathered = []
+
+    def gather(self, own):
+        self.gathered.append(own)
+        return torch.cat([own, own if self.other is None else self.other])
 
 
 def test_processes_that_read_different_data_are_refused():
-    class Two:
-        """This process, and another one of other data."""
-
-        device = torch.device("cpu")
-
-        def gather(self, own):
-            return torch.cat([own, self.other])
-
-    examples = [Example([1, 2, 3], [False, True, True]), Example([4, 5], [False, True])]
-    processes = Two()
-    processes.other = torch.tensor([0, 0])
+    one = Example([1, 2, 3], [False, True, True])
+    two = Example([4, 5], [False, True])
     with refused("1 0 2"):
-        check_same_everywhere(processes, examples)
-    seen = []
-    processes.gather = lambda own: seen.append(own) or torch.cat([own, own])
-    check_same_everywhere(processes, examples)
-    for change in (examples[::-1], examples[:1], [examples[0], Example([4, 6], [False, True])]):
-        check_same_everywhere(processes, change)
-    check_same_everywhere(processes, [examples[0], Example([4, 5], [False, False])])
-    assert len({tuple(own.tolist()) for own in seen}) == 5  # tokens, masks and order all count
+        check_same_everywhere(TwoProcesses(torch.tensor([0, 0])), [one, two])
+    same = TwoProcesses()
+    other_token, other_mask = Example([4, 6], [False, True]), Example([4, 5], [False, False])
+    for examples in ([one, two], [two, one], [one], [one, other_token], [one, other_mask]):
+        check_same_everywhere(same, examples)
+    # tokens, masks and order all count
+    assert len({tuple(own.tolist()) for own in same.gathered}) == 5
 
 
 # Targets that do not fit on one device.
 
 
 @pytest.fixture(scope="module")
-def thirteen(options, tmp_path_factory):
+def thirteen(parallel, tmp_path_factory):
     """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves
     forwards empty."""
     folder = tmp_path_factory.mktemp("thirteen")
-    lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()[:5]
-    messages = [json.loads(line)["messages"] for line in lines]
-    long = [
-        [{**user, "content": user["content"] + " please" * i}, says]
-        for i in range(7)
-        for user, says in messages[:1]
-    ]
-    rows = [{"messages": each} for each in [*messages, *long, messages[3]]]
-    source = write_rows(folder / "data.jsonl", rows)
+    conversations = [row["messages"] for row in rows_of(parallel.data.sources[0])[:5]]
+    user, says = conversations[0]
+    for i in range(7):
+        conversations.append([{**user, "content": user["content"] + " please" * i}, says])
+    conversations.append(conversations[3])
+    rows = [{"messages": messages} for messages in conversations]
     return changed(
-        options,
+        parallel,
         output=str(folder / "whole"),
-        data={"sources": [source], "held_out": 0.01},
+        data={"sources": [write_rows(folder / "data.jsonl", rows)], "held_out": 0.01},
         loop={"batch_size": 8, "micro_batch": 2},
         features=FeaturesConfig(mode="cached", format="float32"),
     )
@@ -614,29 +570,27 @@ def without_some(folder, to):
     half.flush()
 
 
-def cut_jobs(options, thirteen, folder):
+def cut_jobs(parallel, thirteen, folder):
     """With a target cut over two processes, or with something that happens to one of them."""
 
     def cut(config, mode, cache=None):
         return changed(config, target_placement="shard", features={"mode": mode, "folder": cache})
 
-    judged_often = changed(options, loop={"eval_every": 5, "save_every": 0})
+    judged_often = changed(parallel, loop={"eval_every": 5, "save_every": 0})
+    fastest = changed(parallel, dtype="fastest", loop={"precision": "auto", "max_steps": 2})
     more = {"batch_tokens": BATCH_TOKENS}
     jobs = {
-        "cut": (cut(options, "online"), {}),
+        "cut": (cut(parallel, "online"), {}),
         "cut, cached": (cut(thirteen, "cached"), more),
         "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
         "cut, auto": (cut(thirteen, "auto"), more),
-        "cut, packed": (cut(packed(options), "online"), {}),
-        "cut, other drafts": (cut(options, "online"), {"other_drafts": ["1"]}),
+        "cut, packed": (cut(with_packed_rows(parallel), "online"), {}),
+        "cut, other drafts": (cut(parallel, "online"), {"other_drafts": ["1"]}),
         "cut, stopped": (cut(judged_often, "online"), {"stopped_in_answers": {"1": 2}}),
         "stopped": (judged_often, {"stopped_in_answers": {"1": 2}}),
         "other numbers": (changed(judged_often, loop={"patience": 1}), {"other_numbers": ["1"]}),
-        "failing callback": (options, {"failing_callback": 4}),
-        "fastest": (
-            changed(options, dtype="fastest", loop={"precision": "auto", "max_steps": 2}),
-            {"precision": "measured"},
-        ),
+        "failing callback": (parallel, {"failing_callback": 4}),
+        "fastest": (fastest, {"precision": "measured"}),
     }
     return {
         name: (changed(config, loop={"timeout": 0.5}), given)
@@ -644,14 +598,11 @@ def cut_jobs(options, thirteen, folder):
     }
 
 
-def packed(config):
+def with_packed_rows(config):
     """Rows of one process have fewer lengths than those of the other; in the last step of an epoch
     one has none."""
-    return changed(
-        config,
-        data={"max_length": 64, "pack": 64},
-        loop={"batch_size": 2, "save_every": 0},
-    )
+    data = {"max_length": 64, "pack": 64}
+    return changed(config, data=data, loop={"batch_size": 2, "save_every": 0})
 
 
 @pytest.fixture
@@ -682,25 +633,22 @@ def test_a_process_that_needs_more_rounds_of_a_target_that_is_cut_waits_for_no_o
 def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two, whole, name):
     """No process waits for a forward that another one has no use for."""
     run = two[name]
-    folder = (
-        run.folder.parent / "half-filled" if name == "cut, half-filled" else run.folder / "features"
-    )
-    ours, theirs = states_in(folder), states_in(whole / "features")
-    assert ours.keys() == theirs.keys() and len(theirs) > 8
-    for key, states in theirs.items():
-        torch.testing.assert_close(ours[key], states, atol=1e-5, rtol=1e-5)
+    own, shared = run.folder / "features", run.folder.parent / "half-filled"
+    ours = states_in(shared if name == "cut, half-filled" else own)
+    theirs = states_in(whole / "features")
+    assert len(theirs) > 8
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert_same_curve(run.folder, whole)
     if name != "cut, auto":
         assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
 
 
 def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(
-    two, options, tmp_path
+    two, parallel_run
 ):
-    alone = train(changed(packed(options), output=str(tmp_path / "alone")))
     run = two["cut, packed"]
     assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
-    assert_same_curve(run.folder, alone)
+    assert_same_curve(run.folder, train(with_packed_rows(parallel_run)))
 
 
 @pytest.mark.parametrize("name", ["stopped", "cut, stopped"])
@@ -725,31 +673,26 @@ def test_decisions_are_made_once(two):
     ours, theirs = two["other numbers"].seen
     assert ours["ended"] == theirs["ended"] == "finished"
     assert ours["found"] != theirs["found"]
-    assert {name: value for name, value in ours["progress"].items() if name != "seconds"} == {
-        name: value for name, value in theirs["progress"].items() if name != "seconds"
-    }
+    assert {**ours["progress"], "seconds": 0} == {**theirs["progress"], "seconds": 0}
 
 
 def test_processes_agree_on_what_auto_is(two):
     """Each of them could measure it otherwise."""
-    saved = yaml.safe_load((two["fastest"].folder / "config.yaml").read_text())
+    saved = saved_options(two["fastest"].folder)
     assert saved["dtype"] == "float32" and saved["loop"]["precision"] in ("float32", "bfloat16")
 
 
-def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
-    config = changed(options, target_placement="spread")
-    whole, spread = (load_target(each, Accelerator()) for each in (options, config))
+def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(parallel_run):
+    spread = load_target(changed(parallel_run, target_placement="spread"), Accelerator())
+    whole = load_target(parallel_run, Accelerator())
     tokens_BT = torch.randint(258, (2, 9))
-    for ours, theirs in zip(spread.read(tokens_BT, (0, -1)), whole.read(tokens_BT, (0, -1))):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, spread.read(tokens_BT, (0, -1)), whole.read(tokens_BT, (0, -1))))
 
 
-def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
-    options = changed(options, output=str(tmp_path / "run"))
-    config = changed(options, target_placement="shard")
+def test_a_placement_that_the_launch_cannot_give_is_refused(parallel_run):
     with refused("'shard' 1 'spread' 'whole'"):
-        train(config)
-    adapted = changed(options, target_placement="spread", adapter=AdapterConfig(rank=4))
+        train(changed(parallel_run, target_placement="shard"))
+    adapted = changed(parallel_run, target_placement="spread", adapter=AdapterConfig(rank=4))
     with refused("needs target_placement 'whole' 'spread'"):
         train(changed(adapted, head={"type": "medusa", "num_heads": 2}))
 
@@ -780,11 +723,11 @@ print("cut", all(type(weight).__name__ == "DTensor" for weight in weights))
 """
 
 
-def test_a_block_is_gathered_while_the_one_before_it_runs(options):
+def test_a_block_is_gathered_while_the_one_before_it_runs(parallel):
     """Of blocks that were each a root of their own, every one would wait for all that was launched
     before."""
     done = subprocess.run(
-        [sys.executable, "-c", CUT, options.target], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", CUT, parallel.target], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
@@ -795,23 +738,25 @@ def test_a_block_is_gathered_while_the_one_before_it_runs(options):
 
 @pytest.mark.parametrize("placement", ["whole", "spread"])
 def test_the_targets_attention_and_packing_are_transformers_own_options(
-    options, placement, monkeypatch
+    parallel, placement, monkeypatch
 ):
-    config = changed(options, target_placement=placement, target_attention="eager")
-    assert load_target(config, Accelerator()).model.config._attn_implementation == "eager"
-    assert load_target(options, Accelerator()).model.config._attn_implementation == "sdpa"
+    config = changed(parallel, target_placement=placement, target_attention="eager")
+    for each, word in ((config, "eager"), (parallel, "sdpa")):
+        assert load_target(each, Accelerator()).model.config._attn_implementation == word
     given = []
     monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))
-    load_target(changed(config, target_quantization={"load_in_4bit": True}), Accelerator())
-    assert given == [
-        {"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}
-    ]
+    packing = {"load_in_4bit": True}
+    load_target(changed(config, target_quantization=packing), Accelerator())
+    assert given == [{"attn_implementation": "eager", "quantization_config": packing}]
 
 
-def test_packed_weights_are_not_cut(options):
+def test_packed_weights_are_not_cut(parallel_run):
     with refused("target_quantization needs"):
-        changed(options, target_quantization={})
+        changed(parallel_run, target_quantization={})
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-    config = changed(options, target_placement="shard", target_quantization={"load_in_8bit": True})
+    packing = {"load_in_8bit": True}
     with refused("packed target_placement 'whole' 'spread' 'shard'"):
-        load_target(config, accelerator)
+        load_target(
+            changed(parallel_run, target_placement="shard", target_quantization=packing),
+            accelerator,
+        )

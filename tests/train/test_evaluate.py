@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import calls_of
+from runs import same_tensors
 
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
@@ -31,26 +33,27 @@ from headstart.train.features.online import online_features
 VOCAB = 24
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
-@pytest.fixture
-def examples():
+def random_conversations():
     """Random tokens with masks of one or two answers, some too short for the deepest head."""
     random = torch.Generator().manual_seed(1)
     found = []
     for i in range(11):
-        tokens = torch.randint(
-            VOCAB, (int(torch.randint(8, 20, (), generator=random)),), generator=random
-        ).tolist()
-        mask = [(i % 3 == 0 and 1 < t < 4) or t >= 5 + i % 4 for t in range(len(tokens))]
+        length = int(torch.randint(8, 20, (), generator=random))
+        tokens = torch.randint(VOCAB, (length,), generator=random).tolist()
+        mask = [(i % 3 == 0 and 1 < t < 4) or t >= 5 + i % 4 for t in range(length)]
         found.append(Example(tokens, mask))
     return found
 
 
-def build_head(target, draft_vocab_size=None):
+EXAMPLES = random_conversations()
+
+
+@pytest.fixture
+def small(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def noisy_medusa(target, draft_vocab_size=None):
     """A head with random weights, so that its ranks are all over the place."""
     head = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=draft_vocab_size), target.info)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
@@ -70,85 +73,69 @@ def teacher_forced(target, head, examples, tokens=TOKENS_AT_ONCE):
 
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB // 2])
 def test_teacher_forced_figures_are_means_over_the_positions_of_all_examples(
-    target, examples, draft_vocab_size
+    small, draft_vocab_size
 ):
     """Of what the head finds in each example by itself."""
-    head = build_head(target, draft_vocab_size)
+    head = noisy_medusa(small, draft_vocab_size)
     found = []
-    for example in examples:
-        features = online_features(target, head, collate([example]), target.dtype)
+    for example in EXAMPLES:
+        features = online_features(small, head, collate([example]), small.dtype)
         found.append(head(features, Objective({"ce": 1.0}), ranks=RANKS))
     counts_K = sum(output.counts_K for output in found)
     assert counts_K.min() > 20 and len(set(counts_K.tolist())) == 3  # fewer for deeper heads
-    loss_K, accuracy_KI = teacher_forced(target, head, examples, tokens=60)
+    loss_K, accuracy_KI = teacher_forced(small, head, EXAMPLES, tokens=60)
     expected_K = sum(output.losses_K for output in found) / counts_K
     assert loss_K == pytest.approx(expected_K.tolist(), rel=1e-5)
     expected_KI = sum(output.hits_KI for output in found) / counts_K[:, None]
     assert accuracy_KI == [pytest.approx(row, rel=1e-5) for row in expected_KI.tolist()]
 
 
-def test_teacher_forced_rows_are_as_many_as_their_tokens_allow(target, examples, monkeypatch):
-    shapes = []
-    read = target.read
-    monkeypatch.setattr(
-        target, "read", lambda tokens, *given: shapes.append(tokens.shape) or read(tokens, *given)
-    )
-    teacher_forced(target, build_head(target), examples, tokens=40)
-    assert sum(rows for rows, _ in shapes) == len(examples)
+def test_teacher_forced_rows_are_as_many_as_their_tokens_allow(small, monkeypatch):
+    reads = calls_of(monkeypatch, small, "read")
+    teacher_forced(small, noisy_medusa(small), EXAMPLES, tokens=40)
+    shapes = [tokens_BT.shape for tokens_BT, *_ in reads]
+    assert sum(rows for rows, _ in shapes) == len(EXAMPLES)
     assert max(rows * time for rows, time in shapes) <= 40
     assert max(rows for rows, _ in shapes) > 2  # short ones more at once
 
 
-def test_a_forward_of_an_evaluation_is_no_larger_than_one_of_training():
-    def tokens(length, **loop):
-        return forward_tokens(
-            TrainConfig(
-                target="t",
-                output="o",
-                data=DataConfig(sources=["s"], max_length=length),
-                loop=LoopConfig(**loop),
-            )
-        )
-
-    assert tokens(300, batch_size=16, micro_batch=2) == 600
-    assert tokens(300, batch_tokens=4000, micro_tokens=500) == 500
-    assert tokens(2048, batch_size=16) == TOKENS_AT_ONCE
+@pytest.mark.parametrize(
+    ("length", "loop", "tokens"),
+    [
+        (300, {"batch_size": 16, "micro_batch": 2}, 600),
+        (300, {"batch_tokens": 4000, "micro_tokens": 500}, 500),
+        (2048, {"batch_size": 16}, TOKENS_AT_ONCE),
+    ],
+)
+def test_a_forward_of_an_evaluation_is_no_larger_than_one_of_training(length, loop, tokens):
+    data = DataConfig(sources=["s"], max_length=length)
+    config = TrainConfig(target="t", output="o", data=data, loop=LoopConfig(**loop))
+    assert forward_tokens(config) == tokens
 
 
-def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
-    head = build_head(target).float().train()
+def test_evaluation_measures_a_copy_in_the_targets_dtype(small):
+    head = noisy_medusa(small).float().train()
     before = copy.deepcopy(head.state_dict())
-    found = evaluate(
-        target,
-        head,
-        Objective({"ce": 1.0}),
-        examples,
-        EvalConfig(prompts=4, max_new_tokens=6, conversations=8, nodes=7),
-        Accelerator(),
-        StopFlag(),
-    )
-    assert head.training and all(
-        torch.equal(before[name], tensor) for name, tensor in head.state_dict().items()
-    )
+    config = EvalConfig(prompts=4, max_new_tokens=6, conversations=8, nodes=7)
+    objective = Objective({"ce": 1.0})
+    found = evaluate(small, head, objective, EXAMPLES, config, Accelerator(), StopFlag())
+    assert head.training and same_tensors(before, head.state_dict())
     assert found.policies == {
         "chain": TreeShape.chain(3),
         "static": best_static_tree(found.accuracy_KI, 7),
         "dynamic": DynamicShape(7, 3, 2),
     }
-    assert {name: (len(stats.rows), stats.max_depth) for name, stats in found.trees.items()} == {
-        name: (4, policy.depth) for name, policy in found.policies.items()
-    }
     lengths = {name: stats.acceptance_length for name, stats in found.trees.items()}
     assert found.acceptance_length == lengths[found.best] == max(lengths.values())
     assert tree_policy(found.tree) == found.policies[found.best]
-    served = copy.deepcopy(head).to(target.dtype).eval()
-    loss_K, accuracy_KI = teacher_forced(target, served, examples[:8])
-    assert (found.loss_K, found.accuracy_KI) == (loss_K, accuracy_KI)
-    prompts = [prompt_of(example) for example in examples[:4]]
+    served = copy.deepcopy(head).to(small.dtype).eval()
+    assert (found.loss_K, found.accuracy_KI) == teacher_forced(small, served, EXAMPLES[:8])
+    prompts = [prompt_of(example) for example in EXAMPLES[:4]]
     for name, policy in found.policies.items():
-        alone = [greedy_answers(target, served, policy, [prompt], 6).stats for prompt in prompts]
+        alone = [greedy_answers(small, served, policy, [prompt], 6).stats for prompt in prompts]
         # prompts of many lengths in one batch: the same
         assert Stats.merged(alone).rows == found.trees[name].rows
+        assert found.trees[name].max_depth == policy.depth
 
 
 def test_a_prompt_is_what_comes_before_the_first_answer():

@@ -6,16 +6,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import warnings
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
-from helpers import SIZES
-from messages import refused
+from helpers import SIZES, calls_of, head_for, warnings_of
+from messages import lacking, refused
+from runs import changed, last_bytes, saved_options, write_prompts
 
-from headstart.files import cache_folder
 from headstart.heads import HEADS
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
@@ -37,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 
 @pytest.fixture
-def config(tmp_path):
-    """A run on a checkpoint of a format: `config("bfloat16", "fastest", "auto")`."""
+def run_on(tmp_path):
+    """A run on a checkpoint of a format: `run_on("bfloat16", "fastest", "auto")`."""
 
     def build(own, target, head):
         folder = tmp_path / own
@@ -56,46 +54,53 @@ def config(tmp_path):
     return build
 
 
-def slow(monkeypatch, ratio):
-    monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: ratio)
+@pytest.fixture
+def bfloat16_takes(monkeypatch):
+    """Sets how long a step in bfloat16 takes, over one in float32: `bfloat16_takes(2.7)`."""
+
+    def patch(ratio):
+        monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: ratio)
+
+    return patch
 
 
-def possible(own, target, head):
+def is_possible(own, target, head):
     named = own if target == "auto" else target
     return not (head == "float32" and named not in ("fastest", "float32"))
 
 
-EVERY = [
+POSSIBLE = [
     case
     for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, ARITHMETIC)
-    if possible(*case)
+    if is_possible(*case)
 ]
 
 
 @pytest.mark.filterwarnings("ignore:on this machine training steps take")
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.7])
-@pytest.mark.parametrize(("own", "target", "head"), EVERY)
-def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, target, head, ratio):
-    slow(monkeypatch, ratio)
-    asked = config(own, target, head)
+@pytest.mark.parametrize(("own", "target", "head"), POSSIBLE)
+def test_formats_fit_each_other_and_what_was_named(
+    run_on, bfloat16_takes, own, target, head, ratio
+):
+    bfloat16_takes(ratio)
+    asked = run_on(own, target, head)
     words = formats(asked, CPU)
     assert "auto" not in words
     with_formats(asked, *words)  # refuses what does not go together
     named = own if target == "auto" else target
     assert named in ("fastest", words[0]) and head in ("auto", words[1])
     if head == "auto":
-        expected = "bfloat16" if ratio < 1 or named in ("bfloat16", "float16") else "float32"
-        assert words[1] == expected
+        faster = ratio < 1 or named in ("bfloat16", "float16")
+        assert words[1] == ("bfloat16" if faster else "float32")
     if target == "fastest":
-        assert words[0] == (
-            "bfloat16" if own == "bfloat16" and words[1] != "float32" else "float32"
-        )
+        rounded = own == "bfloat16" and words[1] != "float32"
+        assert words[0] == ("bfloat16" if rounded else "float32")
 
 
-@pytest.mark.parametrize(("own", "target", "head"), EVERY)
-def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target, head):
+@pytest.mark.parametrize(("own", "target", "head"), POSSIBLE)
+def test_on_an_accelerator_nothing_is_measured(run_on, monkeypatch, own, target, head):
     monkeypatch.setattr(engines, "bfloat16_step_ratio", lambda: pytest.fail("measured a CPU"))
-    words = formats(config(own, target, head), GPU)
+    words = formats(run_on(own, target, head), GPU)
     assert words[1] == ("bfloat16" if head == "auto" else head)
     if target == "auto":
         assert words[0] == own
@@ -103,40 +108,38 @@ def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target,
         assert words[0] == ("float32" if head == "float32" else own)
 
 
-def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(config):
+def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(run_on):
     with refused("float32 needs dtype bfloat16"):
-        formats(config("bfloat16", "auto", "float32"), CPU)
+        formats(run_on("bfloat16", "auto", "float32"), CPU)
 
 
-def test_heads_are_not_trained_in_float16(config):
+def test_heads_are_not_trained_in_float16(run_on):
     with refused("loop.precision float32 bfloat16 'float16'"):
-        config("float16", "float16", "float16")
+        run_on("float16", "float16", "float16")
 
 
-def test_a_gpu_without_bfloat16_trains_in_float32(config, monkeypatch):
+def test_a_gpu_without_bfloat16_trains_in_float32(run_on, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert formats(config("float16", "fastest", "auto"), GPU) == ("float32", "float32")
+    assert formats(run_on("float16", "fastest", "auto"), GPU) == ("float32", "float32")
 
 
 @pytest.mark.parametrize(
     ("head", "ratio", "words"),
     [
-        ("bfloat16", 2.7, "2.7 times as long in bfloat16 as in float32"),
+        ("bfloat16", 2.7, "2.7 bfloat16 float32"),
         ("bfloat16", 1.2, None),
-        ("float32", 0.5, "2.0 times as long in float32 as in bfloat16"),
+        ("float32", 0.5, "2.0 float32 bfloat16"),
         ("float32", 2.7, None),
         ("auto", 2.7, None),
         ("auto", 0.3, None),
     ],
 )
-def test_arithmetic_that_is_named_and_slow_is_told_once(config, monkeypatch, head, ratio, words):
-    slow(monkeypatch, ratio)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            formats(config("float32", "float32", head), CPU)
-    assert [words in str(each.message) for each in told] == ([] if words is None else [True])
+def test_arithmetic_that_is_named_and_slow_is_told_once(run_on, bfloat16_takes, head, ratio, words):
+    bfloat16_takes(ratio)
+    config = run_on("float32", "float32", head)
+    told = warnings_of(lambda: formats(config, CPU)) + warnings_of(lambda: formats(config, CPU))
+    assert [lacking(message, words) for message in told] == ([] if words is None else [[]])
 
 
 def test_the_probe_times_steps_with_autocast_and_without(monkeypatch):
@@ -159,32 +162,33 @@ def automatic(short):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_run_logs_and_saves_what_auto_became(automatic, monkeypatch, ratio):
-    slow(monkeypatch, ratio)
-    begun = []
-    monkeypatch.setattr(
-        loop.RunFolder,
-        "claim",
-        lambda run, config, claim=loop.RunFolder.claim: begun.append(config) or claim(run, config),
-    )
+def test_a_run_logs_and_saves_what_auto_became(automatic, bfloat16_takes, monkeypatch, ratio):
+    bfloat16_takes(ratio)
+    begun = calls_of(monkeypatch, loop.RunFolder, "claim")
     folder = train(automatic)
     expected = ("float32", "bfloat16" if ratio < 1 else "float32")  # the checkpoint is in float32
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
-    trained = load_head(folder / "last")[1].training["config"]
-    for options in (dataclasses.asdict(begun[0]), saved, trained):
+    _, metadata = load_head(folder / "last")
+    _, config = begun[0]
+    for options in (
+        dataclasses.asdict(config),
+        saved_options(folder),
+        metadata.training["config"],
+    ):
         assert (options["dtype"], options["loop"]["precision"]) == expected
-    assert load_head(folder / "last")[1].provenance["dtype"] == expected[0]
+    assert metadata.provenance["dtype"] == expected[0]
 
 
-def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(automatic, monkeypatch):
-    slow(monkeypatch, 2.0)
+def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
+    automatic, bfloat16_takes, monkeypatch
+):
+    bfloat16_takes(2.0)
     folder = train(automatic)
-    for before, after in ((0.5, "float32"), (2.0, "float32")):
-        slow(monkeypatch, before)
-        monkeypatch.setattr(machine, "in_memory", {})
-        (cache_folder() / "machine.json").unlink()
-        assert as_begun(automatic).loop.precision == after
-        assert train(automatic) == folder  # not refused
+    assert formats(automatic, CPU)[1] == "float32"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # another machine
+    bfloat16_takes(0.5)
+    assert formats(automatic, CPU)[1] == "bfloat16"
+    assert as_begun(automatic).loop.precision == "float32"
+    assert train(automatic) == folder  # not refused
     with refused("loop.precision = 'float32' 'bfloat16'"):
         train(with_formats(automatic, "float32", "bfloat16"))  # a name counts for more
 
@@ -199,34 +203,30 @@ def test_a_folder_without_a_checkpoint_says_nothing(automatic, tmp_path):
 
 
 def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
-    output = tmp_path / "made.jsonl"
-    options = {
-        "target": str(taught),
-        "output": str(output),
-        "conversations": 4,
-        "batch_size": 2,
-        "max_new_tokens": 4,
-    }
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(3, 9)))
-    config = SelfMadeConfig(**options, prompts=str(prompts), min_distinct=0.0)
-    make_conversations(dataclasses.replace(config, dtype="float16", conversations=2))
+    config = SelfMadeConfig(
+        target=str(taught),
+        output=str(tmp_path / "made.jsonl"),
+        conversations=2,
+        batch_size=2,
+        max_new_tokens=4,
+        prompts=write_prompts(tmp_path / "prompts.jsonl", [f"count to {i}" for i in range(3, 9)]),
+        min_distinct=0.0,
+    )
+    make_conversations(changed(config, dtype="float16"))
     state = tmp_path / "made.jsonl.state.json"
     assert json.loads(state.read_text())["options"]["dtype"] == "float16"
-    make_conversations(dataclasses.replace(config, conversations=2))  # not refused
+    make_conversations(config)  # not refused
     with refused("dtype = 'float16' 'bfloat16'"):
-        make_conversations(dataclasses.replace(config, dtype="bfloat16", conversations=2))
+        make_conversations(changed(config, dtype="bfloat16"))
     state.unlink()
-    output.unlink()
+    (tmp_path / "made.jsonl").unlink()
     make_conversations(config)
     # and not "fastest"
     assert json.loads(state.read_text())["options"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
-def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(
-    kind, tiny_target, tools
-):
+def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(kind, tiny_target):
     """Copied to float32 they would take twice the memory, and be rounded again by the first
     product."""
     target = tiny_target(layers=8, dtype=torch.bfloat16)
@@ -236,20 +236,17 @@ def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(
     for word in ("bfloat16", "float32"):
         dtype = state_dtype(word, target.dtype)
         assert dtype == getattr(torch, word)
-        head = tools.head_for(target, kind).float().train()
+        head = head_for(target, kind).float().train()
         features = online_features(target, head, batch, dtype)
         assert features.features_BTF.dtype == features.last_BTD.dtype == dtype
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16):
             output = head(features, head.default_objective(head.config))
         output.loss.backward()
-        gradients = [
-            weight.grad.flatten() for weight in head.parameters() if weight.grad is not None
-        ]
-        assert output.loss.dtype == torch.float32 and all(
-            gradient.dtype == torch.float32 for gradient in gradients
-        )
-        found[word] = float(output.loss.detach()), torch.cat(gradients)
+        gradients = [weight.grad for weight in head.parameters() if weight.grad is not None]
+        for number in (output.loss, *gradients):
+            assert number.dtype == torch.float32
+        found[word] = float(output.loss.detach()), torch.cat([part.flatten() for part in gradients])
     (loss, gradient), (expected, other) = found["bfloat16"], found["float32"]
     assert loss == pytest.approx(expected, rel=0.01)
     assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.99
@@ -261,13 +258,13 @@ def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(
     ("kind", "default"),
     [("medusa", torch.float64), ("eagle", torch.bfloat16), ("dspark", torch.bfloat16)],
 )
-def test_torchs_default_dtype_changes_no_weight(kind, default, short, tmp_path, changed):
-    short = changed(short, head={"type": kind}, loop={"max_steps": 2})
-    expected = (train(short) / "last" / "model.safetensors").read_bytes()
+def test_torchs_default_dtype_changes_no_weight(kind, default, short, tmp_path):
+    config = changed(short, head={"type": kind}, loop={"max_steps": 2})
+    expected = train(config)
     torch.set_default_dtype(default)
     try:
-        other = train(changed(short, output=str(tmp_path / "other")))
+        other = train(changed(config, output=str(tmp_path / "other")))
         assert torch.get_default_dtype() == default
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (other / "last" / "model.safetensors").read_bytes() == expected
+    assert last_bytes(other) == last_bytes(expected)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 
 import pytest
 import torch
+from helpers import warnings_of
+from messages import lacking, warned
+from runs import changed
 from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoints.save_load import load_head
@@ -18,23 +20,23 @@ from headstart.train.loop import train
 
 
 @pytest.fixture(scope="module")
-def head(run_options, changed, tmp_path_factory):
+def remembering(run_options, tmp_path_factory):
+    """A head of a run without thinking."""
     config = run_options(tmp_path_factory.mktemp("run"), 2)
     return train(changed(config, data={"thinking": False})) / "last"
 
 
-def said(load):
-    """The words of all warnings of ours."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load()
-    return [
-        str(warning.message) for warning in caught if "may accept less here" in str(warning.message)
-    ]
+def told_less(call):
+    """Warnings that a head may accept less here."""
+    return [message for message in warnings_of(call) if "accept less" in message]
 
 
-def copied(taught, folder, change):
-    """A fine-tuned copy."""
+def told_on_loading(target, head, dtype=torch.float32):
+    return told_less(lambda: SpeculativeLM.from_pretrained(target, head, dtype))
+
+
+def fine_tuned(taught, folder, change):
+    """A copy of the target with other weights."""
     model = AutoModelForCausalLM.from_pretrained(taught)
     change(model)
     model.save_pretrained(folder)
@@ -42,41 +44,23 @@ def copied(taught, folder, change):
     return folder
 
 
-def test_a_head_remembers_its_model_and_how_its_data_became_tokens(head, taught):
-    _, metadata = load_head(head)
-    tokenizer = load_tokenizer(taught)
-    assert metadata.provenance == {
+def test_a_head_remembers_its_model_and_how_its_data_became_tokens(remembering, taught):
+    found = load_head(remembering)[1].provenance
+    assert found == {
         **Target.from_pretrained(taught, torch.float32).provenance,
-        **tokenizer_provenance(tokenizer),
+        **tokenizer_provenance(load_tokenizer(taught)),
         "thinking": False,
         "template_kwargs": {},
     }
-    assert metadata.provenance.keys() == {
-        *(
-            "target",
-            "revision",
-            "dtype",
-            "quantization",
-            "weights",
-            "tokenizer",
-            "chat_template",
-            "thinking",
-        ),
-        "template_kwargs",
-    }
-    assert (metadata.provenance["target"], metadata.provenance["dtype"]) == (str(taught), "float32")
-    assert all(
-        len(metadata.provenance[name]) == 16 for name in ("weights", "tokenizer", "chat_template")
-    )
+    model = {"target", "revision", "dtype", "quantization", "weights"}
+    assert found.keys() == model | {"tokenizer", "chat_template", "thinking", "template_kwargs"}
+    assert (found["target"], found["dtype"]) == (str(taught), "float32")
+    assert all(len(found[name]) == 16 for name in ("weights", "tokenizer", "chat_template"))
 
 
-def test_its_own_model_is_no_reason_for_a_warning_wherever_it_lies(head, taught, tmp_path):
-    moved = copied(taught, tmp_path / "moved", lambda model: None)
-    for place in (taught, moved):
-        assert (
-            said(lambda place=place: SpeculativeLM.from_pretrained(place, head, torch.float32))
-            == []
-        )
+def test_its_own_model_is_no_reason_for_a_warning_wherever_it_lies(remembering, taught, tmp_path):
+    moved = fine_tuned(taught, tmp_path / "moved", lambda model: None)
+    assert told_on_loading(taught, remembering) == told_on_loading(moved, remembering) == []
 
 
 @pytest.mark.parametrize(
@@ -88,31 +72,29 @@ def test_its_own_model_is_no_reason_for_a_warning_wherever_it_lies(head, taught,
         "lm_head.weight",
     ],
 )
-def test_a_fine_tuned_copy_is_told_by_its_weights(head, taught, tmp_path, name):
+def test_a_fine_tuned_copy_is_told_by_its_weights(remembering, taught, tmp_path, name):
     def change(model):
         model.get_parameter(name).data.view(-1)[5] *= 1.02
 
-    other = copied(taught, tmp_path / "tuned", change)
-    with pytest.warns(
-        UserWarning, match=r"may accept less here: weights '[0-9a-f]+' \(trained against\)"
-    ):
-        SpeculativeLM.from_pretrained(other, head, torch.float32)
+    other = fine_tuned(taught, tmp_path / "tuned", change)
+    (told,) = told_on_loading(other, remembering)
+    own = load_head(remembering)[1].provenance["weights"]
+    assert not lacking(told, f"weights '{own}'")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_another_dtype_is_named_and_nothing_else(head, taught, dtype):
+def test_another_dtype_is_named_and_nothing_else(remembering, taught, dtype):
     word = str(dtype).removeprefix("torch.")
-    (told,) = said(lambda: SpeculativeLM.from_pretrained(taught, head, dtype))
-    assert f"dtype 'float32' (trained against) and '{word}' (in use)" in told
+    (told,) = told_on_loading(taught, remembering, dtype)
+    assert not lacking(told, f"dtype 'float32' '{word}'") and "weights" not in told
 
 
-def test_a_head_that_remembers_nothing_is_taken_in_silence(head, taught, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(head, old)
+def test_a_head_that_remembers_nothing_is_taken_in_silence(remembering, taught, tmp_path):
+    old = shutil.copytree(remembering, tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
     config["headstart"]["origin"] = {}
     (old / "config.json").write_text(json.dumps(config))
-    assert said(lambda: SpeculativeLM.from_pretrained(taught, old, torch.bfloat16)) == []
+    assert told_on_loading(taught, old, torch.bfloat16) == []
 
 
 @pytest.mark.parametrize(
@@ -129,33 +111,40 @@ def test_a_head_that_remembers_nothing_is_taken_in_silence(head, taught, tmp_pat
         (lambda tokenizer: None, True, "thinking False"),
     ],
 )
-def test_prompts_that_reach_the_model_differently_are_named(head, taught, change, thinking, words):
+def test_prompts_that_reach_the_model_differently_are_named(
+    remembering, taught, change, thinking, words
+):
     tokenizer = load_tokenizer(taught)
     change(tokenizer)
-    told = said(lambda: warn_of_other_data(load_head(head)[1].provenance, tokenizer, thinking))
-    assert len(told) == (words is not None)
-    assert words is None or f"may accept less here: {words} " in told[0]
+    trained = load_head(remembering)[1].provenance
+    told = told_less(lambda: warn_of_other_data(trained, tokenizer, thinking))
+    assert [lacking(message, words) for message in told] == ([] if words is None else [[]])
     assert data_origin(tokenizer, thinking)["thinking"] is thinking
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "an older head"])
-def test_further_variables_of_the_template_are_compared(head, taught, recorded):
-    tokenizer, trained = load_tokenizer(taught), dict(load_head(head)[1].provenance)
+@pytest.mark.parametrize(
+    ("thinking", "variables", "words"),
+    [
+        (False, {}, None),
+        (None, {"enable_thinking": False}, None),
+        (False, {"reasoning_effort": "high"}, "{} {'reasoning_effort': 'high'}"),
+    ],
+)
+def test_further_variables_of_the_template_are_compared(
+    remembering, taught, recorded, thinking, variables, words
+):
+    tokenizer = load_tokenizer(taught)
+    trained = dict(load_head(remembering)[1].provenance)
     if not recorded:
         del trained["template_kwargs"]
-    assert said(lambda: warn_of_other_data(trained, tokenizer, False, {})) == []
-    assert (
-        said(lambda: warn_of_other_data(trained, tokenizer, None, {"enable_thinking": False})) == []
-    )
-    (told,) = said(
-        lambda: warn_of_other_data(trained, tokenizer, False, {"reasoning_effort": "high"})
-    )
-    assert "template kwargs {} (trained against) and {'reasoning_effort': 'high'} (in use)" in told
+    told = told_less(lambda: warn_of_other_data(trained, tokenizer, thinking, variables))
+    assert [lacking(message, words) for message in told] == ([] if words is None else [[]])
 
 
-def test_a_command_says_it_too(head, taught):
+def test_a_command_says_it_too(remembering, taught):
     options = GenerateConfig(
-        target=str(taught), prompt="hi", head=str(head), max_new_tokens=2, dtype="float32"
+        str(taught), prompt="hi", head=str(remembering), max_new_tokens=2, dtype="float32"
     )
-    with pytest.warns(UserWarning, match="thinking False"):
+    with warned("thinking False"):
         stream_answer(options)

@@ -7,10 +7,9 @@ import json
 import os
 
 import pytest
-import yaml
 from accelerate import Accelerator
 from messages import refused
-from runs import files_of_at_most
+from runs import changed, checkpoints_of, files_of_at_most, save_options, saved_options
 
 from headstart.addons.serve.answers import read_answered
 from headstart.files import write_whole
@@ -26,13 +25,21 @@ from headstart.train.run_folder import (
 )
 
 
-def config(target, folder):
-    return TrainConfig(target=target, output=str(folder), data=DataConfig(sources=["data.jsonl"]))
+def config_for(run, target="right"):
+    return TrainConfig(target=target, output=str(run.folder), data=DataConfig(["data.jsonl"]))
 
 
 @pytest.fixture
 def run(tmp_path):
     return RunFolder(tmp_path / "run", Accelerator())
+
+
+@pytest.fixture
+def begun(run):
+    """A run that has claimed its folder and made a step."""
+    run.claim(config_for(run))
+    begin(run)
+    return run
 
 
 def begin(run, progress="{}"):
@@ -44,17 +51,17 @@ def begin(run, progress="{}"):
 
 
 def test_options_that_never_trained_do_not_claim_the_folder(run):
-    run.claim(config("typo", run.folder))
-    run.claim(config("right", run.folder))
-    assert yaml.safe_load((run.folder / "config.yaml").read_text())["target"] == "right"
+    run.claim(config_for(run, "typo"))
+    run.claim(config_for(run))
+    assert saved_options(run.folder)["target"] == "right"
     begin(run)
     with refused("= 'right' 'typo'"):
-        run.claim(config("typo", run.folder))
+        run.claim(config_for(run, "typo"))
 
 
 def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(run):
     """As the advice after a loss that is not finite may have a user write it."""
-    slow = dataclasses.replace(config("target", run.folder), optim=OptimConfig(lr=5e-6))
+    slow = changed(config_for(run), optim=OptimConfig(lr=5e-6))
     run.claim(slow)
     path = run.folder / "config.yaml"
     path.write_text(path.read_text().replace("lr: 5.0e-06", "lr: 5e-06"))
@@ -63,19 +70,15 @@ def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(run):
     run.claim(slow)
 
 
-def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(run):
-    options = config("target", run.folder)
-    run.claim(options)
-    begin(run)
-    path = run.folder / "config.yaml"
-    of_before = yaml.safe_load(path.read_text())
+def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(begun):
+    of_before = saved_options(begun.folder)
     of_before["optim"]["ema"] = 0.0
-    path.write_text(yaml.safe_dump(of_before))
-    run.claim(options)
+    save_options(begun.folder, of_before)
+    begun.claim(config_for(begun))
     of_before["optim"]["ema"] = 0.9
-    path.write_text(yaml.safe_dump(of_before))
-    with refused("config.yaml optim.ema gone another output folder"):
-        run.claim(options)
+    save_options(begun.folder, of_before)
+    with refused("config.yaml optim.ema output"):
+        begun.claim(config_for(begun))
 
 
 def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):
@@ -122,15 +125,12 @@ def test_a_broken_file_of_a_run_that_resumes_is_named(run, name, text):
 
 
 @pytest.mark.parametrize("value", [0, "x", "\x1b[2J" * 999])
-def test_a_format_that_a_run_cannot_have_begun_with_is_named(run, value):
-    run.claim(config("target", run.folder))
-    begin(run)
-    path = run.folder / "config.yaml"
-    options = yaml.safe_load(path.read_text())
+def test_a_format_that_a_run_cannot_have_begun_with_is_named(begun, value):
+    options = saved_options(begun.folder)
     options["loop"]["precision"] = value
-    path.write_text(yaml.safe_dump(options))
-    with refused(f"{path} loop.precision") as caught:
-        as_begun(config("target", run.folder))
+    save_options(begun.folder, options)
+    with refused(f"{begun.folder / 'config.yaml'} loop.precision") as caught:
+        as_begun(config_for(begun))
     assert str(caught.value).isprintable()
 
 
@@ -139,7 +139,7 @@ def test_a_named_pipe_in_a_runs_folder_is_refused_and_not_waited_for(run, name):
     run.folder.mkdir()
     os.mkfifo(run.folder / name)
     with refused(f"{run.folder / name} pipe"):
-        run.claim(config("target", run.folder))
+        run.claim(config_for(run))
     if name == "log.jsonl":
         with refused("log.jsonl pipe"):
             run.resume("one process")
@@ -173,39 +173,45 @@ def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
     ],
 )
 def test_a_folder_that_holds_something_else_is_refused_before_training(run, name, text):
-    (run.folder / name).parent.mkdir(parents=True)
-    (run.folder / name).write_text(text)
-    with refused(name.rpartition("/")[2]):
-        run.claim(config("right", run.folder))
-    assert (run.folder / name).read_text() == text
+    path = run.folder / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with refused(path.name):
+        run.claim(config_for(run))
+    assert path.read_text() == text
 
 
 def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(run):
-    for name in ("step-5", "step-00000002", "step-x9"):
+    theirs = {"step-5", "step-00000002", "step-x9"}
+    for name in theirs:
         (run.checkpoints / name).mkdir(parents=True)
         (run.checkpoints / name / "weights.pt").write_text("theirs")
     for step in (1, 3, 4):
         run.save(Progress(step=step), keep=1)
     assert [path.name for path in whole_checkpoints(run.folder)] == ["step-00000004"]
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted(
-        ["step-5", "step-00000002", "step-x9", "step-00000004"]
-    )
+    assert set(checkpoints_of(run.folder)) == theirs | {"step-00000004"}
     with refused("step-00000002"):
         run.save(Progress(step=2), keep=1)
 
 
+NAN, INFINITE = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("name", "value"),
     [
-        *({"step": "1"}, {"step": 1.5}, {"best_length": None}, {"longest_prompts": 3}),
-        *({"seconds": float("nan")}, {"seconds": float("inf")}, {"best_length": 10**400}),
-        *({"longest_prompts": [[1]]}, {"longest_prompts": [3]}, {"engine": []}, {"unknown": 1}),
+        *(("step", value) for value in ("1", 1.5)),
+        *(("best_length", value) for value in (None, 10**400)),
+        *(("seconds", value) for value in (NAN, INFINITE)),
+        *(("longest_prompts", value) for value in (3, [[1]], [3])),
+        ("engine", []),
+        ("unknown", 1),
     ],
 )
-def test_a_broken_progress_is_named(run, change):
+def test_a_broken_progress_is_named(run, name, value):
     progress = dataclasses.asdict(Progress(step=1, longest_prompts=[[3, 2]]))
     checkpoint = begin(run, json.dumps(progress))
     assert Progress.read(checkpoint / "progress.json").longest_prompts == [[3, 2]]
-    (checkpoint / "progress.json").write_text(json.dumps({**progress, **change}))
+    (checkpoint / "progress.json").write_text(json.dumps({**progress, name: value}))
     with refused(f"{checkpoint}"):
         run.resume("one process")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 
@@ -10,11 +9,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from messages import refused
-from runs import last_weights, same_tensors
+from runs import (
+    assert_same_weights,
+    changed,
+    files_of_at_most,
+    last_weights,
+    random_examples,
+)
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import MedusaConfig, MedusaHead
-from headstart.inference import Target, feature_cache
+from headstart.inference import Target
 from headstart.inference.feature_cache import (
     FORMATS,
     FeatureCache,
@@ -32,129 +37,117 @@ MANIFEST = {"target": "tiny", "layers": [0, -1], "format": "float32"}
 
 
 @pytest.fixture
-def target(tiny_target):
+def narrow(tiny_target):
     return tiny_target(vocab_size=24)
 
 
 @pytest.fixture
-def head(target):
-    head = MedusaHead(MedusaConfig(num_heads=2), target.info)
+def medusa(narrow):
+    head = MedusaHead(MedusaConfig(num_heads=2), narrow.info)
     head.feature_layers = (0, -1)
-    head.initialize(target.modules, torch.ones(24, dtype=torch.int64))
+    head.initialize(narrow.modules, torch.ones(24, dtype=torch.int64))
     return head.double()
 
 
-@pytest.fixture
-def examples():
-    """Random tokens, in seven lengths."""
-    random = torch.Generator().manual_seed(2)
-    found = []
-    for i in range(7):
-        tokens = torch.randint(24, (8 + 3 * (i % 4) + i,), generator=random).tolist()
-        found.append(
-            Example(tokens, [3 <= t < 6 or len(tokens) - 4 <= t for t in range(len(tokens))])
-        )
-    return found
+EXAMPLES = random_examples(7, vocab=24)
+BATCH = collate(EXAMPLES)
 
 
 @pytest.fixture
-def reads(target, monkeypatch):
-    """The token rows that the target was asked to read."""
+def reads(monkeypatch):
+    """The token rows that targets were asked to read."""
     rows = []
-    original = target.read
-    monkeypatch.setattr(
-        target, "read", lambda tokens, *rest: rows.append(tokens) or original(tokens, *rest)
-    )
+    original = Target.read
+
+    def read(self, tokens_BT, *rest):
+        rows.append(tokens_BT)
+        return original(self, tokens_BT, *rest)
+
+    monkeypatch.setattr(Target, "read", read)
     return rows
 
 
 @pytest.fixture
-def cached(target, head, tmp_path):
+def cached(narrow, medusa, tmp_path):
     """Opens the cache anew, as another process would: `cached(format="float32",
     shard_bytes=...)`."""
 
     def opened(shard_bytes=2**28, **manifest):
-        return CachedFeatures(
-            target, head, FeatureCache(tmp_path / "cache", MANIFEST | manifest, shard_bytes)
-        )
+        cache = FeatureCache(tmp_path / "cache", MANIFEST | manifest, shard_bytes)
+        return CachedFeatures(narrow, medusa, cache)
 
     return opened
 
 
-def close(found, fresh, batch, **tolerance):
+def assert_same_features(found, fresh, batch=BATCH, **tolerance):
     assert found.modules is fresh.modules
-    assert torch.equal(found.tokens_BT, fresh.tokens_BT) and torch.equal(
-        found.loss_mask_BT, fresh.loss_mask_BT
-    )
+    assert torch.equal(found.tokens_BT, fresh.tokens_BT)
+    assert torch.equal(found.loss_mask_BT, fresh.loss_mask_BT)
     for row, place in batch.places():
         for name in ("features_BTF", "last_BTD"):
-            torch.testing.assert_close(
-                getattr(found, name)[row, place], getattr(fresh, name)[row, place], **tolerance
-            )
+            ours, theirs = (getattr(features, name)[row, place] for features in (found, fresh))
+            torch.testing.assert_close(ours, theirs, **tolerance)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_cached_features_are_those_of_the_batch(target, head, cached, examples, packed):
-    batch = collate_rows([examples[:3], examples[3:]]) if packed else collate(examples)
-    fresh = online_features(target, head, batch, torch.float64)
+def test_cached_features_are_those_of_the_batch(narrow, medusa, cached, packed):
+    batch = collate_rows([EXAMPLES[:3], EXAMPLES[3:]]) if packed else BATCH
+    fresh = online_features(narrow, medusa, batch, torch.float64)
     assert fresh.features_BTF.shape[-1] == 2 * 32
     source = cached()
     for _ in range(2):  # computed, then kept
         found = source(batch, torch.float64)
-        close(found, fresh, batch, atol=1e-5, rtol=0)
-        torch.testing.assert_close(head(found).loss, head(fresh).loss, rtol=1e-5, atol=0)
+        assert_same_features(found, fresh, batch, atol=1e-5, rtol=0)
+        torch.testing.assert_close(medusa(found).loss, medusa(fresh).loss, rtol=1e-5, atol=0)
     source.flush(Accelerator())
-    close(cached()(batch, torch.float64), found, batch, atol=0, rtol=0)
+    assert_same_features(cached()(batch, torch.float64), found, batch, atol=0, rtol=0)
 
 
-def test_a_folder_with_more_layers_serves_as_well(target, head, cached, examples, reads):
-    batch = collate(examples)
-    head.feature_layers = (1, 0)
-    cached(layers=[1, 0, -1]).write(Accelerator(), examples)
-    head.feature_layers, before = (0, -1), len(reads)
-    found = cached()(batch, torch.float64)
-    assert len(reads) == before
-    close(found, online_features(target, head, batch, torch.float64), batch, atol=1e-5, rtol=0)
+def test_a_folder_with_more_layers_serves_as_well(narrow, medusa, cached, reads):
+    medusa.feature_layers = (1, 0)
+    cached(layers=[1, 0, -1]).write(Accelerator(), EXAMPLES)
+    medusa.feature_layers = (0, -1)
+    reads.clear()
+    found = cached()(BATCH, torch.float64)
+    assert not reads
+    fresh = online_features(narrow, medusa, BATCH, torch.float64)
+    assert_same_features(found, fresh, atol=1e-5, rtol=0)
 
 
-def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(
-    target, head, cached, examples, reads
-):
+def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(cached, reads):
     source = cached(shard_bytes=1)  # a shard for every sequence
-    first = source(collate(examples))
-    again = source(collate_rows([examples[5:2:-1], examples[:1]]))
-    assert [len(rows) for rows in reads] == [len(examples)]
-    start = len(examples[5].tokens)
+    first = source(BATCH)
+    again = source(collate_rows([EXAMPLES[5:2:-1], EXAMPLES[:1]]))
+    assert [len(rows) for rows in reads] == [len(EXAMPLES)]
+    start = len(EXAMPLES[5].tokens)
     assert torch.equal(again.last_BTD[0, :start], first.last_BTD[5, :start])
     assert torch.equal(again.features_BTF[0, start : start + 5], first.features_BTF[4, :5])
-    longer = Example([*examples[0].tokens, 1], [*examples[0].loss_mask, False])
+    longer = Example([*EXAMPLES[0].tokens, 1], [*EXAMPLES[0].loss_mask, False])
     source(collate([longer]))
     assert len(reads) == 2
 
 
-def test_what_a_folder_holds_is_not_read_again_for_what_it_lacks(cached, examples, reads):
-    cached().write(Accelerator(), examples[1:])
-    cached().write(Accelerator(), examples)
-    cached().write(Accelerator(), examples)
-    assert [len(rows) for rows in reads] == [len(examples) - 1, 1]
-    assert torch.equal(reads[1][0], torch.tensor(examples[0].tokens))
+def test_what_a_folder_holds_is_not_read_again_for_what_it_lacks(cached, reads):
+    for examples in (EXAMPLES[1:], EXAMPLES, EXAMPLES):
+        cached().write(Accelerator(), examples)
+    assert [len(rows) for rows in reads] == [len(EXAMPLES) - 1, 1]
+    assert torch.equal(reads[1][0], torch.tensor(EXAMPLES[0].tokens))
 
 
 @pytest.mark.parametrize(
     ("word", "error"), [("float32", 1e-7), ("bfloat16", 2**-8), ("int8", 1 / 250)]
 )
-def test_formats_keep_states_to_their_own_precision(head, word, error):
-    head.feature_layers = (0, 1, -1)
-    states_TLD = torch.randn(
-        50, 3, head.target.hidden_size, generator=torch.Generator().manual_seed(0)
-    )
+def test_formats_keep_states_to_their_own_precision(medusa, word, error):
+    medusa.feature_layers = (0, 1, -1)
+    generator = torch.Generator().manual_seed(0)
+    states_TLD = torch.randn(50, 3, medusa.target.hidden_size, generator=generator)
     # layers differ in size: each has a scale of its own
     states_TLD *= torch.tensor([1e-3, 1.0, 1e3])[:, None]
     stored, scales = encoded(states_TLD, word)
     largest = states_TLD.abs().amax(-1, keepdim=True)
     assert (decoded(stored, scales).float() - states_TLD).abs().div(largest).max() <= error
     kept = stored.nbytes + (0 if scales is None else scales.nbytes)
-    assert kept == 50 * cache_bytes(head, word)
+    assert kept == 50 * cache_bytes(medusa, word)
     zero, scale = encoded(torch.zeros(1, 1, 4), word)
     assert torch.equal(decoded(zero, scale).float(), torch.zeros(1, 1, 4))
 
@@ -169,25 +162,21 @@ def test_a_cache_of_something_else_is_refused_with_both_named(cached, name, valu
         cached(**{name: value})
 
 
-def test_a_corrupt_shard_is_named_and_the_others_are_not(target, head, cached, examples):
+def test_a_corrupt_shard_is_named_and_the_others_are_not(narrow, medusa, cached):
     source = cached(shard_bytes=1)
-    source.fill(collate(examples))
+    source.fill(BATCH)
     shards = sorted(source.cache.folder.glob("*.safetensors"))
-    assert len(shards) == len(examples)
+    assert len(shards) == len(EXAMPLES)
     tensors = load_file(shards[2])
     tensors["states"][0, 0, 0] += 1
     save_file(tensors, shards[2])
     with refused(f"{shards[2]} corrupt remove"):
-        cached()(collate(examples))
+        cached()(BATCH)
     shards[2].write_bytes(shards[2].read_bytes()[:-5])
     with refused(f"{shards[2]} corrupt remove"):
         cached()
     shards[2].unlink()
-    close(
-        cached()(collate(examples)),
-        online_features(target, head, collate(examples)),
-        collate(examples),
-    )
+    assert_same_features(cached()(BATCH), online_features(narrow, medusa, BATCH))
 
 
 @pytest.mark.parametrize(
@@ -228,10 +217,10 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_shard_that_does_not_fit_itself_is_named(target, cached, examples, what):
-    width = target.info.hidden_size
+def test_a_shard_that_does_not_fit_itself_is_named(narrow, cached, what):
+    width = narrow.info.hidden_size
     source = cached(hidden_size=width)
-    source.fill(collate(examples))
+    source.fill(BATCH)
     source.cache.flush()
     (path,) = source.cache.folder.glob("*.safetensors")
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -259,124 +248,95 @@ def test_files_of_others_among_states_are_named(cached):
         cached()
 
 
-def test_a_full_disk_leaves_no_half_shard(cached, examples, monkeypatch):
+def test_a_full_disk_leaves_no_half_shard(cached):
     source = cached()
-    source.fill(collate(examples))
-
-    def full(tensors, path, about):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_cache, "save_file", full)
-        with refused("space", error=OSError):
-            source.cache.flush()
+    source.fill(BATCH)
+    with files_of_at_most(100), refused("large", error=OSError):
+        source.cache.flush()
     assert [path.name for path in source.cache.folder.iterdir()] == ["manifest.json"]
     source.cache.flush()  # with room again, nothing was lost
-    assert all(key_of(torch.tensor(example.tokens)) in cached().cache for example in examples)
+    assert all(key_of(torch.tensor(example.tokens)) in cached().cache for example in EXAMPLES)
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """How many rows the target read while training."""
-    rows, original = [], Target.read
+def with_states(short, tmp_path):
+    """Builds a run that keeps states: `with_states("auto", run="again", folder="states")`."""
 
-    def read(self, tokens, *rest):
-        rows.append(len(tokens))
-        return original(self, tokens, *rest)
+    def build(mode, run="run", folder=None, word="float32", **changes):
+        path = None if folder is None else str(tmp_path / folder)
+        features = FeaturesConfig(mode=mode, format=word, folder=path)
+        return changed(short, output=str(tmp_path / run), features=features, **changes)
 
-    monkeypatch.setattr(Target, "read", read)
-    return rows
+    return build
 
 
 @pytest.mark.parametrize("mode", ["cached", "auto"])
-def test_a_run_ends_with_the_weights_that_it_would_have_had(short, changed, counted, mode):
-    plain = last_weights(train(short))
-    online = sum(counted)
-    counted.clear()
-    features = FeaturesConfig(mode=mode, format="float32")
-    kept = last_weights(
-        train(dataclasses.replace(short, output=short.output + "-kept", features=features))
-    )
-    assert sum(counted) < 0.7 * online  # two epochs and a half, and an evaluation
-    assert plain.keys() == kept.keys()
-    for name, tensor in plain.items():
-        torch.testing.assert_close(kept[name], tensor, atol=2e-5, rtol=0, msg=name)
+def test_a_run_ends_with_the_weights_that_it_would_have_had(with_states, reads, mode):
+    plain = train(with_states("online"))
+    online = sum(map(len, reads))
+    reads.clear()
+    kept = train(with_states(mode, run="kept"))
+    assert sum(map(len, reads)) < 0.7 * online  # two epochs and a half, and an evaluation
+    assert_same_weights(kept, plain, atol=2e-5)
 
 
-def test_auto_keeps_nothing_that_is_too_large_or_read_once(short, changed, tmp_path):
-    auto = FeaturesConfig(mode="auto", format="float32", folder=str(tmp_path / "states"))
-    train(dataclasses.replace(short, features=dataclasses.replace(auto, limit=0.0)))
-    once = changed(short, output=short.output + "-once", loop={"max_steps": 3})
-    train(dataclasses.replace(once, features=auto))
+def test_auto_keeps_nothing_that_is_too_large_or_read_once(with_states, tmp_path):
+    auto = with_states("auto", folder="states")
+    train(changed(auto, features={"limit": 0.0}))
+    train(with_states("auto", run="once", folder="states", loop={"max_steps": 3}))
     assert not (tmp_path / "states").exists()
 
 
-def test_auto_reads_what_is_there_even_once(short, changed, counted, tmp_path):
-    features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
-    train(dataclasses.replace(short, features=features))
-    read = []
+def test_auto_reads_what_is_there_even_once(with_states, reads):
+    train(with_states("cached", folder="states"))
+    counts = []
     for folder in ("states", "elsewhere"):
-        counted.clear()
-        once = changed(short, output=f"{short.output}-{folder}", loop={"max_steps": 3})
-        train(
-            dataclasses.replace(
-                once, features=FeaturesConfig("auto", str(tmp_path / folder), "float32")
-            )
-        )
-        read.append(sum(counted))
-    assert read[0] < read[1]
+        reads.clear()
+        train(with_states("auto", run=folder + "-run", folder=folder, loop={"max_steps": 3}))
+        counts.append(sum(map(len, reads)))
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("mode", ["online", "cached", "auto"])
 @pytest.mark.parametrize("word", ["float32", "int8"])
-def test_reading_ahead_changes_no_weight(short, changed, mode, word):
-    short = dataclasses.replace(short, features=FeaturesConfig(mode=mode, format=word))
+def test_reading_ahead_changes_no_weight(with_states, mode, word):
     one, other = (
-        last_weights(
-            train(changed(short, output=f"{short.output}-{workers}", data={"workers": workers}))
-        )
+        train(with_states(mode, run=f"{workers}", word=word, data={"workers": workers}))
         for workers in (0, 2)
     )
-    assert same_tensors(one, other)
+    assert_same_weights(one, other)
 
 
 @pytest.mark.parametrize("word", list(FORMATS))
-def test_what_is_trained_on_is_what_was_kept_and_is_read_ahead_as_it_is_stored(
-    cached, examples, reads, word
-):
+def test_what_is_trained_on_is_what_was_kept_and_is_read_ahead_as_it_is_stored(cached, reads, word):
     """Rounded at once: a run that reads its states again sees the same numbers."""
-    source, batch = cached(format=word), collate(examples)
-    assert source.read_ahead([batch], 0)[0] is batch  # nothing is there yet
-    expected = source(batch)
+    source = cached(format=word)
+    assert source.read_ahead([BATCH], 0)[0] is BATCH  # nothing is there yet
+    expected = source(BATCH)
     source.flush(Accelerator())
     other = cached(format=word)
-    assert torch.equal(other(batch).features_BTF, expected.features_BTF)
-    (ahead,) = other.read_ahead([batch], 0)
-    assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (
-        word != "int8"
-    )
+    assert torch.equal(other(BATCH).features_BTF, expected.features_BTF)
+    (ahead,) = other.read_ahead([BATCH], 0)
+    assert ahead.states_BTLD.dtype == FORMATS[word]
+    assert (ahead.scales_BTL is None) == (word != "int8")
     reads.clear()
     found = other(ahead)
-    assert torch.equal(found.features_BTF, expected.features_BTF) and torch.equal(
-        found.last_BTD, expected.last_BTD
-    )
+    assert torch.equal(found.features_BTF, expected.features_BTF)
+    assert torch.equal(found.last_BTD, expected.last_BTD)
     assert not reads
 
 
-def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
+def test_a_worker_takes_in_what_was_written_once_an_epoch(cached):
     writer, reader = cached(), cached()
-    batch = collate(examples)
-    assert reader.read_ahead([batch], 0)[0].states_BTLD is None
-    writer.fill(batch)
+    assert reader.read_ahead([BATCH], 0)[0].states_BTLD is None
+    writer.fill(BATCH)
     writer.flush(Accelerator())
-    assert reader.read_ahead([batch], 0)[0].states_BTLD is None
-    assert reader.read_ahead([batch], 1)[0].states_BTLD is not None
+    assert reader.read_ahead([BATCH], 0)[0].states_BTLD is None
+    assert reader.read_ahead([BATCH], 1)[0].states_BTLD is not None
 
 
-def test_states_lost_between_two_starts_are_computed_again(short, stopped_at):
-    short = dataclasses.replace(short, features=FeaturesConfig(mode="cached", format="float32"))
-    stopped_at(4, short)
-    folder = short.output + "/features"
-    shutil.rmtree(folder)
-    assert last_weights(train(short)).keys()
+def test_states_lost_between_two_starts_are_computed_again(with_states, stopped_at, tmp_path):
+    config = with_states("cached", folder="states")
+    stopped_at(4, config)
+    shutil.rmtree(tmp_path / "states")
+    assert last_weights(train(config))

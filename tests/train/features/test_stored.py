@@ -3,8 +3,8 @@ caller's."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +12,13 @@ from typing import ClassVar
 import pytest
 import torch
 from messages import refused
-from runs import assert_same_losses, last_weights, same_tensors
+from runs import (
+    assert_same_losses,
+    assert_same_weights,
+    changed,
+    checkpoints_of,
+    last_weights,
+)
 
 from headstart import files as files_module
 from headstart.inference import Target, feature_cache
@@ -28,64 +34,64 @@ HEAD = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 
 @pytest.fixture
 def stored(short, tmp_path):
     """A run of EAGLE-3 on states in float32 that `headstart features` has written."""
-    config = dataclasses.replace(
-        short,
-        head=HEAD,
-        features=FeaturesConfig(mode="stored", format="float32", folder=str(tmp_path / "states")),
-    )
+    features = FeaturesConfig(mode="stored", format="float32", folder=str(tmp_path / "states"))
+    config = changed(short, head=HEAD, features=features)
     precompute(config)
     return config
 
 
-def test_a_run_without_the_target_has_the_losses_of_one_with_it(stored, monkeypatch):
-    with_target = dataclasses.replace(
-        stored, output=stored.output + "-online", features=FeaturesConfig()
-    )
-    expected = train(with_target)
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "load", None)
-        folder = train(stored)
+@pytest.fixture
+def served(short):
+    """The same on states of the caller's own source."""
+    return changed(short, head=HEAD, features=FeaturesConfig(mode="served"))
+
+
+@pytest.fixture
+def without_target(monkeypatch):
+    monkeypatch.setattr(Target, "load", None)
+
+
+def test_a_run_without_the_target_has_the_losses_of_one_with_it(stored, request):
+    online = changed(stored, output=f"{stored.output}-online", features=FeaturesConfig())
+    expected = train(online)
+    request.getfixturevalue("without_target")
+    folder = train(stored)
     row, judged = assert_same_losses(folder, expected)
     assert row["eval"] == judged["eval"]
     assert last_weights(folder).keys() == last_weights(expected).keys()
 
 
-def test_what_a_folder_lacks_is_told_before_the_target_is_needed(
-    stored, changed, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(Target, "load", None)
+def test_what_a_folder_lacks_is_told_before_the_target_is_needed(stored, tmp_path, without_target):
     folder = tmp_path / "states"
-    elsewhere = dataclasses.replace(stored.features, folder=str(tmp_path / "none"))
     with refused("none headstart features"):
-        train(dataclasses.replace(stored, features=elsewhere))
+        train(changed(stored, features={"folder": str(tmp_path / "none")}))
     assert not (tmp_path / "none").exists()
-    answers = sorted((folder / "answers").iterdir())
-    assert answers, "of the prompts, some of which are the same"
-    kept = answers[0].read_text()
-    answers[0].unlink()
-    with refused("8 (eval.max_new_tokens)"):
+
+    @contextmanager
+    def without(path):
+        kept = path.read_bytes()
+        path.unlink()
+        yield
+        path.write_bytes(kept)
+
+    # an answer to a prompt, and the states of the conversations
+    answer = min((folder / "answers").iterdir())
+    with without(answer), refused("8 (eval.max_new_tokens)"):
         train(stored)
-    answers[0].write_text(kept)
-    shards = list(folder.glob("*.safetensors"))
-    for shard in shards:
-        shard.rename(tmp_path / shard.name)
-    with refused("lacks data.max_length"):
+    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with without(shard), refused("states data.max_length"):
         train(stored)
-    for shard in shards:
-        (tmp_path / shard.name).rename(shard)
-    other = dataclasses.replace(
-        stored, head={**stored.head, "feature_layers": [0]}, dtype="float32"
+    fewer = {**HEAD, "feature_layers": [0]}
+    assert train(
+        changed(stored, head=fewer, output=f"{stored.output}-fewer", loop={"max_steps": 1})
     )
-    assert train(changed(other, output=stored.output + "-fewer", loop={"max_steps": 1})).exists()
+    shard.write_bytes(shard.read_bytes()[:-9])
+    with refused(f"{shard} corrupt"):
+        train(stored)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
     with refused("= 'another'"):
-        train(dataclasses.replace(stored, output=stored.output + "-2"))
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-9])
-    with refused(f"{shard} corrupt"):
-        train(dataclasses.replace(stored, output=stored.output + "-3"))
+        train(stored)
 
 
 class TwinStates(StateSource):
@@ -104,61 +110,66 @@ class TwinStates(StateSource):
         return torch.cat([features_TLD, last_1TD[0, :, None]], 1), None
 
 
-def test_a_source_of_the_callers_own_gives_the_same_head(short, taught):
-    with_target = dataclasses.replace(short, head=HEAD, output=short.output + "-online")
-    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
+def test_a_source_of_the_callers_own_gives_the_same_head(served, taught):
+    online = changed(served, output=f"{served.output}-online", features=FeaturesConfig())
     folder = train(served, source=partial(TwinStates, str(taught)))
-    assert_same_losses(folder, train(with_target))
+    assert_same_losses(folder, train(online))
 
 
 class Asked(TwinStates):
     """Remembers how many sequences it was asked for at once, and fails while a file is there."""
 
     at_once: ClassVar[list[int]] = []
-    hangs: ClassVar[Path] = Path("nowhere")
+
+    def __init__(self, folder, broken, info, layers):
+        super().__init__(folder, info, layers)
+        self.broken = broken
 
     def many(self, sequences):
         self.at_once.append(len(sequences))
-        if self.hangs.exists():
+        if self.broken.exists():
             raise ValueError("the server hangs")
         return super().many(sequences)
 
 
-def test_a_steps_sequences_are_asked_for_together(short, taught, changed, monkeypatch):
-    monkeypatch.setattr(Asked, "at_once", [])
-    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
+def test_a_steps_sequences_are_asked_for_together(served, taught, tmp_path):
+    Asked.at_once.clear()
     loop = {"batch_size": 4, "micro_batch": 1, "max_steps": 3}
     served = changed(served, loop=loop, data={"workers": 0})
-    train(served, source=partial(Asked, str(taught)))
+    train(served, source=partial(Asked, str(taught), tmp_path / "broken"))
     assert Asked.at_once.count(4) >= 2 and 1 not in Asked.at_once
 
 
-class Hang(Callback):
+class Breaks(Callback):
+    """Breaks the source after the second step."""
+
+    def __init__(self, broken):
+        self.broken = broken
+
     def on_step(self, progress, row):
         if progress.step == 2:
-            Asked.hangs.touch()
+            self.broken.touch()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_fails_costs_no_step(short, taught, changed, monkeypatch, workers, tmp_path):
-    monkeypatch.setattr(Asked, "hangs", tmp_path / "hangs")
-    source = partial(Asked, str(taught))
-    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
-    served = changed(served, loop={"max_steps": 12, "save_every": 0}, data={"workers": workers})
-    wanted = last_weights(train(served, source=source))
-    again = dataclasses.replace(served, output=served.output + "-again")
-    with pytest.raises(ValueError, match="the server hangs"):
-        train(again, [Hang()], source)
-    (saved,) = (Path(again.output) / "checkpoints").iterdir()
-    step = int(saved.name.removeprefix("step-"))
+def test_a_source_that_fails_costs_no_step(served, taught, workers, tmp_path):
+    broken = tmp_path / "broken"
+    source = partial(Asked, str(taught), broken)
+    served = changed(served, data={"workers": workers})
+    whole = train(served, source=source)
+    again = changed(served, output=f"{served.output}-again")
+    with refused("hangs"):
+        train(again, [Breaks(broken)], source)
+    (saved,) = checkpoints_of(again.output)
+    step = int(saved.removeprefix("step-"))
     assert step == 2 if workers == 0 else 2 <= step < 12
-    Asked.hangs.unlink()
-    assert same_tensors(last_weights(train(again, source=source)), wanted)
+    broken.unlink()
+    assert_same_weights(train(again, source=source), whole)
 
 
-def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(short):
+def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(served, short):
     with refused("features.mode"):
-        train(dataclasses.replace(short, features=FeaturesConfig(mode="served")))
+        train(served)
     with refused("features.mode"):
         train(short, source=partial(TwinStates, "nothing"))
 
