@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Ended, build_model, head_for
+from messages import refused
 
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target
 from headstart.inference.rounds import loop
@@ -211,7 +212,7 @@ def test_a_round_that_an_error_ended_is_not_counted(target):
 def test_a_layer_that_the_target_lacks_is_refused(target):
     lm = decoder(target)
     lm.observers.append(Reader(99))
-    with pytest.raises(ValueError, match="99"):
+    with refused("99"):
         lm.generate(**prompts(1), **SETTINGS)
 
 

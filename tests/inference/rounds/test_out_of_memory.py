@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from helpers import head_for, limited
+from messages import warned
 
 from headstart.inference import Conversation, SpeculativeLM
 
@@ -59,10 +60,10 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     )
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     sizes, past = limited(monkeypatch, lm, 2), Conversation()
-    with pytest.warns(UserWarning, match="memory ran out"):
+    with warned("memory"):
         found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False, max_batch_size=1).sequences
     assert torch.equal(found, expected)
-    with pytest.warns(UserWarning, match="memory ran out"):
+    with warned("memory"):
         lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, past_key_values=past)
     monkeypatch.undo()
     longer = lm.generate(
@@ -92,12 +93,12 @@ def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_tar
     lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     failing(monkeypatch, type(head), "expand", 5, 9)
-    with pytest.warns(UserWarning, match="memory ran out"):
+    with warned("memory"):
         assert torch.equal(
             lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected
         )
     limited(monkeypatch, lm, 0)
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
+    with pytest.raises(torch.OutOfMemoryError), warned("memory"):
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
 
 
@@ -108,7 +109,7 @@ def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, m
     head = head_for(target, "eagle")
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
     calls = failing(monkeypatch, type(head), "expand", 5)
-    with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
+    with warned("memory 1"):
         stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
     assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from axes import VOCAB
 from helpers import check_identity, head_for, limited
+from messages import warned
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM
 from headstart.inference.rounds.limits import Limits, chain_of, first_nodes
@@ -66,7 +67,7 @@ class Checking(RoundObserver):
         assert finished.output.logits_BNV.shape[1] == verified.tokens_BN.shape[1]
 
 
-def decoder(target, drafter, limit):
+def decoder_within(target, drafter, limit):
     """A decoder that drafts in every round."""
     if drafter == "mine":
         return SpeculativeLM(target, Mine())
@@ -81,7 +82,7 @@ def decoder(target, drafter, limit):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
     target = target_with(limit)
-    lm = decoder(target, drafter, limit)
+    lm = decoder_within(target, drafter, limit)
     checking = Checking()
     lm.observers.append(checking)
     part = [3, 6, 4, 1, 5]
@@ -167,11 +168,11 @@ def test_a_cut_names_the_nodes_that_it_keeps():
     assert first_nodes(tree, 5) == (tree, None)
     # Memory leaves half of the tree that failed, not of the largest that the drafter makes.
     limits = Limits(target, 60)
-    with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
+    with warned("memory 5 2"):
         limits.shrink(tree, "top_k")
     cut, nodes = limits.cut(tree, [4])  # both: a path of the two nodes that memory allows
     assert list(nodes) == [0, 1] and cut.tokens_BN.tolist() == [[10, 11]]
-    with pytest.warns(UserWarning, match="trees of 2 nodes; this generation goes on with 1"):
+    with warned("memory 2 1"):
         limits.shrink(None, "top_k")  # while a tree was drafted
     assert limits.gave_up
 
