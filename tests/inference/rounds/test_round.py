@@ -25,7 +25,7 @@ NODES = 3
 """Nodes for which memory suffices."""
 
 
-def target_with(limit):
+def target_within(limit):
     target, _ = axes.target_of(TARGETS[limit], "eager")
     return target
 
@@ -81,7 +81,7 @@ def decoder_within(target, drafter, limit):
 @pytest.mark.parametrize("limit", TARGETS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
-    target = target_with(limit)
+    target = target_within(limit)
     lm = decoder_within(target, drafter, limit)
     checking = Checking()
     lm.observers.append(checking)
@@ -126,7 +126,7 @@ class Features(RoundObserver):
 @pytest.mark.filterwarnings("ignore:memory ran out")
 def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     """Also those that the drafter, which then drafts no more, had asked for."""
-    target = target_with("memory")
+    target = target_within("memory")
     lm = SpeculativeLM.from_pretrained(
         target, head_for(target, "medusa"), tree="chain:2", adaptive=False
     )
@@ -141,7 +141,7 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     )
 
 
-def tree_of(parents):
+def tree_with(parents):
     nodes = torch.tensor([parents])
     depths = [0]
     for parent in parents[1:]:
@@ -152,8 +152,8 @@ def tree_of(parents):
 
 
 def test_a_cut_names_the_nodes_that_it_keeps():
-    target = target_with("chains")
-    tree = tree_of([-1, 0, 0, 2, 3])
+    target = target_within("chains")
+    tree = tree_with([-1, 0, 0, 2, 3])
     chain, path = chain_of(target, tree, 4)
     assert (
         path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
@@ -179,12 +179,12 @@ def test_a_cut_names_the_nodes_that_it_keeps():
 
 def test_cuts_of_random_trees_are_trees():
     random = torch.Generator().manual_seed(0)
-    target = target_with("chains")
+    target = target_within("chains")
     for nodes, most in itertools.product(range(2, 12), (1, 2, 5, 20)):
         parents = [-1] + [
             int(torch.randint(node, (), generator=random)) for node in range(1, nodes)
         ]
-        tree = tree_of(parents)
+        tree = tree_with(parents)
         verified, kept = Limits(target, most).cut(tree, [4])
         kept = range(nodes) if kept is None else kept
         assert len(kept) <= most
