@@ -190,7 +190,7 @@ def test_a_round_that_an_error_ended_is_not_counted(target):
     ended = Ended()
     lm = observed(target, ended)
     with pytest.raises(ZeroDivisionError):
-        continued(lm, ROWS[:2], **SETTINGS, stopping_criteria=[broken])
+        continued(lm, ROWS[:2], **SETTINGS | {"max_new_tokens": 40, "stopping_criteria": [broken]})
     (stats,) = ended.stats
     assert len(stats.rows[0]) == len(stats.rows[1]) == len(stats.round_seconds) > 0
     assert len(stats.token_seconds) == stats.tokens
