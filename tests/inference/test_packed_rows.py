@@ -10,8 +10,7 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
-from families import model_of
-from families import target_of as family_target
+from families import family_model, family_target
 from helpers import LargestTensor
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ STATES = ("qwen3_5_text", "lfm2", "granitemoehybrid", "mamba2")
 FAMILIES = {
     family: functools.partial(family_target, family, "sdpa") for family in SEQUENCES + STATES
 }
-FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
+FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively_model(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""
 ROUNDED = {"qwen3_5_text", "granitemoehybrid", "mamba2"}
@@ -90,7 +89,7 @@ def test_gradients_reach_the_weights_through_packed_rows():
 
 def test_a_row_of_8192_tokens_needs_no_mask_of_its_square():
     narrow = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    target = Target(model_of("llama", torch.float32, **narrow))
+    target = Target(family_model("llama", torch.float32, **narrow))
     lengths = [512, 700, 300, 90, 410, 1000, 600, 40] * 2
     lengths.append(8192 - sum(lengths))
     _, tokens_BT, positions_BT = packed_rows([lengths])

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from families import VOCAB, model_of
+from families import VOCAB, family_model
 from helpers import check_identity, head_for, limited
 from messages import refused
 from tiny_models import tiny_model
@@ -39,7 +39,7 @@ def targets():
 
     def target_of(family):
         if family not in made:
-            made[family] = Target(model_of(family))
+            made[family] = Target(family_model(family))
         made[family].engine.most_pending = 8
         return made[family]
 
@@ -265,7 +265,7 @@ def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refuse
 
 
 def test_a_model_that_fails_with_its_own_cache_is_refused_with_what_it_said(monkeypatch):
-    model = model_of("lfm2")
+    model = family_model("lfm2")
 
     def forward(*_, **__):
         raise AttributeError("no such cache")
@@ -292,7 +292,7 @@ def test_the_default_tree_is_a_chain_as_paths_are_lanes(targets, family):
 
 
 def test_mamba_2_reads_short_chunks_in_our_copy_alone():
-    target = Target(model_of("granitemoehybrid", torch.float32))
+    target = Target(family_model("granitemoehybrid", torch.float32))
     mixers = [module for module in target.model.modules() if hasattr(module, "chunk_size")]
     for mixer in mixers:
         mixer.chunk_size = 256

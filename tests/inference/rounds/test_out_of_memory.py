@@ -20,13 +20,13 @@ TREES = {
 
 
 @pytest.fixture
-def eagle(target):
+def eagle_head(target):
     return head_for(target, "eagle")
 
 
 @pytest.fixture
-def chain_lm(target, eagle):
-    return SpeculativeLM.from_pretrained(target, eagle, tree="chain:3", adaptive=False)
+def chain_lm(target, eagle_head):
+    return SpeculativeLM.from_pretrained(target, eagle_head, tree="chain:3", adaptive=False)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def chain_lm(target, eagle):
         *((tree, 2, True) for tree in TREES),
     ],
 )
-def test_smaller_trees_give_the_same_text(target, eagle, monkeypatch, tree, nodes, adaptive):
+def test_smaller_trees_give_the_same_text(target, eagle_head, monkeypatch, tree, nodes, adaptive):
     whole, *left = TREES[tree]
-    lm = SpeculativeLM.from_pretrained(target, eagle, tree=tree, adaptive=adaptive)
+    lm = SpeculativeLM.from_pretrained(target, eagle_head, tree=tree, adaptive=adaptive)
     sizes = limited(monkeypatch, lm, nodes)
     outputs = []
     told = warnings_of(lambda: outputs.append(continued(lm, PROMPTS)))
@@ -83,8 +83,8 @@ def failing(monkeypatch, owner, name, *numbers):
     return calls
 
 
-def test_a_draft_that_fails_midway_is_made_smaller(eagle, chain_lm, monkeypatch):
-    failing(monkeypatch, type(eagle), "expand", 5, 9)
+def test_a_draft_that_fails_midway_is_made_smaller(eagle_head, chain_lm, monkeypatch):
+    failing(monkeypatch, type(eagle_head), "expand", 5, 9)
     with warned("memory"):
         check_identity(chain_lm, PROMPTS)
 
@@ -96,17 +96,19 @@ def test_an_error_that_plain_decoding_has_is_raised(chain_lm, monkeypatch):
 
 
 @pytest.mark.parametrize("tree", ["drawn:chain:3", "independent:branch:2x2", "drawn:branch:2x2"])
-def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(target, eagle, monkeypatch, tree):
+def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(
+    target, eagle_head, monkeypatch, tree
+):
     """A part of a sampled tree would have another distribution."""
-    lm = SpeculativeLM.from_pretrained(target, eagle, tree=tree, adaptive=False)
-    calls = failing(monkeypatch, type(eagle), "expand", 5)
+    lm = SpeculativeLM.from_pretrained(target, eagle_head, tree=tree, adaptive=False)
+    calls = failing(monkeypatch, type(eagle_head), "expand", 5)
     with warned("memory 1"):
         _, output = continued(lm, PROMPTS, do_sample=True)
     assert output.stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
 
 
-def test_what_fails_behind_the_commit_is_raised(eagle, chain_lm, monkeypatch):
-    calls = failing(monkeypatch, type(eagle), "observe", 5)
+def test_what_fails_behind_the_commit_is_raised(eagle_head, chain_lm, monkeypatch):
+    calls = failing(monkeypatch, type(eagle_head), "observe", 5)
     with pytest.raises(torch.OutOfMemoryError):
         continued(chain_lm, PROMPTS)
     assert len(calls) == 5
