@@ -184,7 +184,7 @@ def written_as_gguf(model: tf.PreTrainedModel, path: Path) -> None:
     writer.close()
 
 
-def lively(build: Callable[[], tf.PreTrainedModel], scale: float = 5.0) -> tf.PreTrainedModel:
+def lively_model(build: Callable[[], tf.PreTrainedModel], scale: float = 5.0) -> tf.PreTrainedModel:
     """A random model whose next token depends on its prefix."""
     torch.manual_seed(0)
     model = build()
@@ -197,18 +197,18 @@ def lively(build: Callable[[], tf.PreTrainedModel], scale: float = 5.0) -> tf.Pr
 def from_gguf() -> tf.PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        written_as_gguf(lively(dense), path)
+        written_as_gguf(lively_model(dense), path)
         return Target.from_pretrained(path, torch.float32).model
 
 
 TARGETS: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "dense": lambda: lively(dense),
-    "windows": lambda: lively(windows),
-    "border": lambda: lively(border),
-    "steps": lambda: lively(steps),
-    "chains only": lambda: lively(chains_only),
-    "hybrid": lambda: lively(states, 3.0),
-    "convolution": lambda: lively(convolution),
+    "dense": lambda: lively_model(dense),
+    "windows": lambda: lively_model(windows),
+    "border": lambda: lively_model(border),
+    "steps": lambda: lively_model(steps),
+    "chains only": lambda: lively_model(chains_only),
+    "hybrid": lambda: lively_model(states, 3.0),
+    "convolution": lambda: lively_model(convolution),
     "encoder-decoder": lambda: build_t5(VOCAB),
     "gguf": from_gguf,
 }
@@ -278,7 +278,7 @@ def draft_model(target: Target, reference: Target) -> dict[str, Any]:
     """Nearly the target itself, so that drafts of all ranks and depths are accepted."""
     model = copy.deepcopy(reference.model)
     if target.stateful is not None:
-        model = lively(dense).to(target.dtype).eval()
+        model = lively_model(dense).to(target.dtype).eval()
     torch.manual_seed(1)
     for parameter in model.requires_grad_(False).parameters():
         parameter += 0.15 * parameter.std(correction=0) * torch.randn_like(parameter)
@@ -455,7 +455,7 @@ def cases(seed: int = SEED) -> Iterator[Case]:
     supported = every_pair() - refusals().keys()
     on_a_cpu = set()
     for case in covering(supported, {}, chance):
-        if on_cpu([case]):
+        if cases_on_cpu([case]):
             on_a_cpu |= pairs_of(case)
         yield case
     elsewhere = {name for name, (place, _, _) in ENGINES.items() if place != "cpu"}
@@ -474,11 +474,11 @@ def covering(missing: set[frozenset[str]], fixed: Case, chance: random.Random) -
         yield case
 
 
-def name_of(case: Case) -> str:
+def case_name(case: Case) -> str:
     return "-".join(case[axis] for axis in AXES)
 
 
-def on_cpu(cases: list[Case]) -> list[Case]:
+def cases_on_cpu(cases: list[Case]) -> list[Case]:
     """Those of the cases whose engine runs on a CPU."""
     return [case for case in cases if ENGINES[case["engine"]][0] == "cpu"]
 
@@ -530,12 +530,12 @@ def warped(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def prompt_of(length: int, number: int) -> list[int]:
+def case_prompt(length: int, number: int) -> list[int]:
     chance = torch.Generator().manual_seed(100 * number + length)
     return torch.randint(1, VOCAB, (length,), generator=chance).tolist()
 
 
-def plain(model: tf.PreTrainedModel, prompt: list[int], **more: Any) -> list[int]:
+def stock_text(model: tf.PreTrainedModel, prompt: list[int], **more: Any) -> list[int]:
     """What transformers writes after a prompt by itself."""
     ids = torch.tensor(prompt)
     settings = {**SETTINGS, "do_sample": False, **more}
@@ -556,7 +556,7 @@ def expected_text(
     many rows in common."""
     _, reference = target_of(target, engine)
     more = {} if race is None else {"logits_processor": [Raced(*race)]}
-    return plain(reference.model, list(row), eos_token_id=list(ends), **more)
+    return stock_text(reference.model, list(row), eos_token_id=list(ends), **more)
 
 
 def keeps_drafts(case: Case) -> bool:
@@ -593,7 +593,7 @@ def check(case: Case) -> None:
     _, compiled, _ = ENGINES[case["engine"]]
     lm = SpeculativeLM.from_pretrained(target, compile=compiled, **options)
     past = Conversation() if case["calls"] == "conversation" else None
-    prompts = [prompt_of(length, number) for number, length in enumerate(lengths)]
+    prompts = [case_prompt(length, number) for number, length in enumerate(lengths)]
     rows = prompts
     for turn, (back, added) in enumerate(CALLS[case["calls"]]):
         if back is None:
@@ -649,7 +649,7 @@ def check(case: Case) -> None:
         else:
             for row, text, length in zip(rows, texts, start, strict=True):
                 along = Along(text, length)
-                plain(
+                stock_text(
                     model, row, eos_token_id=[], max_new_tokens=len(text), logits_processor=[along]
                 )
                 for token, possible in zip(text, along.possible, strict=True):

@@ -29,7 +29,7 @@ def on_inputs(module, inputs):
     return (noisy(inputs[0]), *inputs[1:])
 
 
-def replaced(module):
+def forward_replaced(module):
     """Another forward in the place of a module's own; returns the function that takes it away."""
     original = module.forward
 
@@ -93,9 +93,11 @@ CHANGES = {
     "embedding": lambda model: hooked(model.model.embed_tokens),
     "final norm": lambda model: hooked(model.model.norm),
     "LM head's input": lambda model: hooked_before(model.lm_head),
-    "forward of an mlp": lambda model: replaced(model.model.layers[1].mlp),
-    "forward of a linear layer": lambda model: replaced(model.model.layers[1].self_attn.q_proj),
-    "forward of a norm": lambda model: replaced(model.model.norm),
+    "forward of an mlp": lambda model: forward_replaced(model.model.layers[1].mlp),
+    "forward of a linear layer": lambda model: forward_replaced(
+        model.model.layers[1].self_attn.q_proj
+    ),
+    "forward of a norm": lambda model: forward_replaced(model.model.norm),
     "forward of a class": lambda model: other_method(type(model.model.norm)),
     "hook on all modules": lambda model: hooked_everywhere(type(model.model.norm)),
     "parametrization": lambda model: parametrized(model.model.layers[1].mlp.down_proj),

@@ -14,7 +14,7 @@ PLAIN = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 ROW = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def model_of(seed=0, act="silu", tie=False) -> MistralForCausalLM:
+def tiny_mistral(seed=0, act="silu", tie=False) -> MistralForCausalLM:
     torch.manual_seed(seed)
     config = MistralConfig(
         vocab_size=VOCAB,
@@ -38,7 +38,7 @@ def model_of(seed=0, act="silu", tie=False) -> MistralForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-def stock(model):
+def mistral_text(model):
     row = ROW.to(model.device)
     return model.generate(row, attention_mask=torch.ones_like(row), **PLAIN)
 
@@ -89,7 +89,7 @@ WRITES = {
 }
 
 
-def drafting(model, compile, tree="chain:2"):
+def with_eagle3(model, compile, tree="chain:2"):
     """A decoder whose head reads two layers."""
     target = Target.from_pretrained(model)
     head = head_for(target, "eagle3", seed=1, depth=3)

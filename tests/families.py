@@ -56,7 +56,9 @@ SCALES = {"cohere": 4.0, "lfm2": 5.0, "lfm2_moe": 5.0, "falcon_h1": 5.0}
 """Of the random weights, where 3 gives a model that repeats one token."""
 
 
-def model_of(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+def family_model(
+    family: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> PreTrainedModel:
     """A model whose next token depends on its prefix, by way of its states."""
     options = {"vocab_size": VOCAB, **FAMILIES[family], **options}
     model = tiny_model(family, SCALES.get(family, 3.0), **options).to(dtype)
@@ -68,11 +70,11 @@ def model_of(family: str, dtype: torch.dtype = torch.float64, **options: Any) ->
     return model
 
 
-def target_of(family: str, attention: str = "eager") -> Target:
+def family_target(family: str, attention: str = "eager") -> Target:
     """A model as a target; one that an old transformers lacks, or does not decode, is skipped."""
     may_lack = family in HYBRIDS and Version(transformers.__version__) < Version("5.16")
     try:
-        model = model_of(family)
+        model = family_model(family)
     except Exception as error:  # the model, or a name in its config, is newer than this version
         if not may_lack:
             raise

@@ -8,13 +8,16 @@ own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, VOCAB, build_model
+from helpers import DEVICE, VOCAB, build_model, head_for
 
-from headstart.inference import Target
+from headstart.heads import DraftHead
+from headstart.inference import SpeculativeLM, Target
 
 if DEVICE == "sim":
     import simulated  # registers the device
@@ -43,6 +46,38 @@ def on_cpu() -> Target:
 
 
 @pytest.fixture(scope="session")
-def there(on_cpu, device) -> Target:
-    """The same one on the accelerator."""
+def kept_there(on_cpu, device) -> Target:
     return Target(copy.deepcopy(on_cpu.model).to(device))
+
+
+@pytest.fixture
+def there(kept_there) -> Iterator[Target]:
+    """The same one on the accelerator; nothing is recorded yet."""
+    kept_there.compile(False)
+    yield kept_there
+    kept_there.compile(False)
+
+
+@pytest.fixture
+def head_there(on_cpu, device) -> Callable[..., DraftHead]:
+    """Builds a head on the accelerator: `head_there(kind)`."""
+    return lambda kind: copy.deepcopy(head_for(on_cpu, kind)).to(device)
+
+
+@pytest.fixture
+def lms(on_cpu, there, head_there) -> Callable[..., tuple[SpeculativeLM, SpeculativeLM]]:
+    """Builds a decoder on the CPU, operation by operation, and one there, whose rounds are recorded
+    or not: `lms(kind, compile=..., tree=...)`."""
+
+    def build(
+        kind: str | None = None, compile: bool = True, **options: Any
+    ) -> tuple[SpeculativeLM, SpeculativeLM]:
+        options = {"adaptive": False, **options}
+        head = None if kind is None else head_for(on_cpu, kind)
+        away = None if kind is None else head_there(kind)
+        return (
+            SpeculativeLM.from_pretrained(on_cpu, head, compile=False, **options),
+            SpeculativeLM.from_pretrained(there, away, compile=compile, **options),
+        )
+
+    return build

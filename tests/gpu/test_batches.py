@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from helpers import DEVICE, VOCAB, head_for
+from messages import refused
 
 from headstart.inference import RoundObserver, SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
@@ -208,7 +209,7 @@ def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
 
     too_few = target.cache_bytes(1, exact) + rows.model.cache_bytes(1, exact) + logits
     for free in (too_few, caches + logits - 1):
-        with pytest.raises(ValueError, match=f"to decode 3 rows of {tokens + 3} tokens takes"):
+        with refused(f"3 rows {tokens + 3} GiB"):
             generate(free)
     output = generate(caches + logits)
     assert output.stats.cache_bytes == target.cache_bytes(3, slots)

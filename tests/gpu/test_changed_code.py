@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from changed_code import CHANGES
-from changed_weights import PLAIN, ROW, model_of, stock
+from changed_weights import PLAIN, ROW, mistral_text, tiny_mistral
 
 from headstart.inference import SpeculativeLM
 
@@ -15,14 +15,14 @@ SEEN = ("block", "forward of a class", "parametrization", "scale of attention", 
 
 @pytest.mark.parametrize("change", SEEN)
 def test_what_is_put_on_a_recorded_model_runs(change, device):
-    model = model_of().to(device)
+    model = tiny_mistral().to(device)
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
     for _ in range(3):  # the first rounds are recorded, later ones replayed
         lm.generate(ROW, **PLAIN)
-    plain = stock(model)
+    plain = mistral_text(model)
     take_away = CHANGES[change](model)
     try:
-        changed = stock(model)
+        changed = mistral_text(model)
         assert not torch.equal(changed, plain), "the change changes nothing"
         assert torch.equal(lm.generate(ROW, **PLAIN).sequences.cpu(), changed.cpu())
     finally:

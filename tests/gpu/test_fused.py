@@ -31,7 +31,7 @@ def on_both(operation, *inputs):
     return operation(*inputs), operation(*map(moved, inputs))
 
 
-def check(expected, computed, dtype):
+def check_close(expected, computed, dtype):
     torch.testing.assert_close(
         computed.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True
     )
@@ -45,9 +45,9 @@ def test_norm_and_activation(dtype, batch, nodes, width):
     norm = Norm(torch.randn(width).to(dtype), 1e-5)
     for added in (None, out):
         expected, computed = on_both(fused.add_norm, x, added, norm)
-        check(expected[0], computed[0], dtype)
+        check_close(expected[0], computed[0], dtype)
         assert torch.equal(computed[1].cpu(), expected[1])
-    check(*on_both(fused.silu_product, x, out), dtype)
+    check_close(*on_both(fused.silu_product, x, out), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -75,7 +75,7 @@ def test_rotary_and_store(dtype, normed, batch, nodes, heads, groups, size):
 
     expected, computed = on_both(run, projected, rotary, slots, norms)
     for wanted, found in zip(expected, computed, strict=True):
-        check(wanted, found, dtype)
+        check_close(wanted, found, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

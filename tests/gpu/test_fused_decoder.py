@@ -53,7 +53,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else
 TREES = ("chain:3", "dynamic:20:5:4")
 
 
-def model_of(family: str, dtype: torch.dtype):
+def following_model(family: str, dtype: torch.dtype):
     """A random model that follows a permutation of its tokens by a wide margin, so that rounding
     decides nothing."""
     torch.manual_seed(0)
@@ -67,10 +67,10 @@ def model_of(family: str, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_generate(device, family, dtype):
-    model = model_of(family, dtype).to(device)
+    model = following_model(family, dtype).to(device)
     target = Target(model)
     target.compile(True)
-    head = copy.deepcopy(head_for(Target(model_of(family, torch.float32)), "eagle3")).to(
+    head = copy.deepcopy(head_for(Target(following_model(family, torch.float32)), "eagle3")).to(
         device, dtype
     )
     prompts = [torch.arange(3, 3 + length) * 7 % VOCAB for length in (5, 31, 18)]
@@ -103,7 +103,7 @@ def written_after(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_rows_are_read_as_by_the_model(device, family, dtype):
     """The states that heads train on: padded rows and packed ones, without and with gradients."""
-    target = Target(model_of(family, dtype).to(device))
+    target = Target(following_model(family, dtype).to(device))
     fused = target.attention_kinds == ("full_attention",)
     assert (row_reader(target) is not None) == fused
     tokens_BT = torch.arange(40, device=device).view(2, 20) * 11 % VOCAB
@@ -137,7 +137,7 @@ def assert_near(computed, expected, tolerance):
 
 
 def test_rows_are_read_with_the_hooks_and_weights_of_now(device):
-    target = Target(model_of("llama", DTYPES[0]).to(device))
+    target = Target(following_model("llama", DTYPES[0]).to(device))
     tokens_1T = torch.arange(9, device=device)[None]
     before, _ = target.read(tokens_1T, (1,))
     handle = target.model.model.layers[0].register_forward_hook(lambda *_: (_[2] * 0,)[0])
@@ -150,7 +150,7 @@ def test_rows_are_read_with_the_hooks_and_weights_of_now(device):
 
 def test_prompts_are_read_by_the_fused_decoder(device, monkeypatch):
     """In chunks, of a batch, and what a conversation adds."""
-    target = Target(model_of("llama", DTYPES[0]).to(device))
+    target = Target(following_model("llama", DTYPES[0]).to(device))
     lm = SpeculativeLM(target)
     lm.compile(True)
     expected = written_after(lm, [torch.arange(30), torch.arange(7)], 8, device)

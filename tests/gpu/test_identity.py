@@ -4,18 +4,19 @@ of batch."""
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
-from helpers import VOCAB, EachRound, head_for, pairs
+from helpers import GREEDY, VOCAB, EachRound, continued, head_for, padded_batch, pairs
 
-from headstart.inference import SpeculativeLM, Target
+from headstart.inference import RoundObserver, SpeculativeLM, Target
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error:.*launched operation by operation"),
 ]
-PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
+ROWS = [torch.tensor([5, 6]), torch.tensor([9, 8, 7, 6, 5]), torch.tensor([3, 1, 2, 4])]
 DRAWN = {
     "drawn:chain:3": (
         "point_mass",
@@ -42,72 +43,53 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "recorded"])
-def mode(request, there):
-    """How rounds run on the accelerator: operation by operation, or recorded and replayed."""
-    there.compile(False)
-    yield request.param
-    there.compile(False)
+RECORDED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "recorded"])
+"""How rounds run on the accelerator: operation by operation, or recorded and replayed."""
 
 
-def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
-    torch.manual_seed(seed)
-    settings = {"do_sample": False, "pad_token_id": 0, **settings}
-    mask = (prompts != 0).long()
-    return lm.generate(
-        prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings
-    )
-
-
-def both(on_cpu, there, mode, kind=None, drafter=None, **options):
-    """Our decoder on the CPU, operation by operation, and there."""
-    head = None if kind is None else head_for(on_cpu, kind)
-    lms = []
-    for target, compile in ((on_cpu, False), (there, mode)):
-        own = None if head is None else copy.deepcopy(head).to(target.device)
-        lms.append(
-            SpeculativeLM.from_pretrained(target, own, compile=compile, drafter=drafter, **options)
-        )
-    return lms
+def seeded_text(lm, rows=ROWS, tokens=14, **settings):
+    """The new tokens of each row, and the output, by the global generator."""
+    torch.manual_seed(5)
+    return continued(lm, rows, max_new_tokens=tokens, **settings)
 
 
 @pytest.mark.parametrize(
-    ("tree", "acceptance", "mode"),
+    ("tree", "acceptance", "compile"),
     [
         *((tree, word, True) for tree, words in DRAWN.items() for word in words),
         *((tree, words[-1], False) for tree, words in DRAWN.items()),
     ],
-    indirect=["mode"],
 )
-def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, acceptance):
+def test_every_rule_draws_what_it_draws_on_the_cpu(lms, device, compile, tree, acceptance):
     """The simulated device draws the CPU's numbers; a GPU draws others."""
-    options = {
-        "tree": tree,
-        "acceptance": acceptance,
-        "lossy": acceptance == "typical",
-        "adaptive": False,
-    }
-    here, away = both(on_cpu, there, mode, "eagle3", **options)
-    expected = text(here, PADDED, do_sample=True)
-    found = text(away, PADDED.to(device), do_sample=True)
-    assert found.sequences.shape[1] > PADDED.shape[1]
+    options = {"tree": tree, "acceptance": acceptance, "lossy": acceptance == "typical"}
+    here, away = lms("eagle3", compile, **options)
+    expected, on_cpu_output = seeded_text(here, do_sample=True)
+    texts, output = seeded_text(away, do_sample=True)
+    assert texts[0]
     # a CPU is asked sooner, and draws fewer numbers
     if device.type == "sim" and not tree.startswith("stop"):
-        assert torch.equal(found.sequences.cpu(), expected.sequences)
-        assert found.stats.acceptance_length == expected.stats.acceptance_length
+        assert texts == expected
+        assert output.stats.acceptance_length == on_cpu_output.stats.acceptance_length
 
 
 @pytest.mark.parametrize(
-    ("name", "tree", "inputs_on_cpu", "mode"),
+    ("name", "tree", "inputs_on_cpu", "compile"),
     pairs(SETTINGS, ["dynamic:8:3:2", "drawn:chain:2"], [False, True], [False, True]),
-    indirect=["mode"],
 )
-def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
-    here, away = both(on_cpu, there, mode, "medusa", tree=tree, adaptive=False)
-    expected = text(here, PADDED, **SETTINGS[name]).sequences
-    found = text(away, PADDED if inputs_on_cpu else PADDED.to(device), **SETTINGS[name]).sequences
+def test_every_setting(lms, device, compile, tree, name, inputs_on_cpu):
+    here, away = lms("medusa", compile, tree=tree)
+    expected, _ = seeded_text(here, **SETTINGS[name])
+    if inputs_on_cpu:
+        torch.manual_seed(5)
+        ids, mask = padded_batch(ROWS)
+        settings = {**GREEDY, "max_new_tokens": 14, **SETTINGS[name]}
+        sequences = away.generate(ids, attention_mask=mask, **settings).sequences
+        texts = sequences[:, ids.shape[1] :].tolist()
+    else:
+        texts, _ = seeded_text(away, **SETTINGS[name])
     if device.type == "sim" or not SETTINGS[name]["do_sample"]:
-        assert torch.equal(found.cpu(), expected)
+        assert texts == expected
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "hydra++"])
@@ -115,120 +97,110 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
     """As accelerate spreads it; a GPU alone is given twice."""
     from accelerate import dispatch_model
 
-    first, second = (device, torch.device(device.type, 1 if device.type == "sim" else 0))
-    model = copy.deepcopy(on_cpu.model)
+    first = device
+    second = torch.device(device.type, 1 if device.type == "sim" else 0)
     places = {
         "model.embed_tokens": first,
         "model.rotary_emb": first,
         "model.norm": second,
         "lm_head": second,
     }
-    places |= {
-        f"model.layers.{i}": first if i < 3 else second for i in range(on_cpu.info.num_layers)
-    }
+    for number in range(on_cpu.info.num_layers):
+        places[f"model.layers.{number}"] = first if number < 3 else second
+    model = copy.deepcopy(on_cpu.model)
     spread = Target(dispatch_model(model, places, main_device=first, force_hooks=True))
     head = head_for(on_cpu, kind).to(spread.device)
-    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    expected, _ = seeded_text(SpeculativeLM(on_cpu))
     for tree in ("branch:2x2", "dynamic:8:3:2"):
         lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, adaptive=False)
-        assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
+        assert seeded_text(lm)[0] == expected
 
 
+@RECORDED
 @pytest.mark.parametrize("slots", [None, 2])
-def test_what_prompts_share(on_cpu, there, device, mode, slots):
+def test_what_prompts_share(lms, compile, slots):
     beginning = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
     rows = [torch.cat([beginning, torch.tensor(more)]) for more in ([1], [2, 3], [1], [4, 5, 6])]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
-    expected = text(SpeculativeLM(on_cpu), padded).sequences
-    assert torch.equal(text(here, padded).sequences, expected)
-    assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)
+    here, away = lms("eagle3", compile, tree="chain:3")
+    expected, _ = seeded_text(SpeculativeLM(here.target), rows)
+    assert seeded_text(here, rows)[0] == expected
+    assert seeded_text(away, rows, max_batch_size=slots)[0] == expected
 
 
-def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
-    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
-    expected = text(SpeculativeLM(on_cpu), PADDED[1:2], tokens=40).sequences
+@RECORDED
+def test_a_stream_records_in_a_thread_of_its_own(lms, device, compile):
+    here, away = lms("eagle3", compile, tree="chain:3")
+    [expected] = seeded_text(SpeculativeLM(here.target), ROWS[1:2], tokens=40)[0]
     for _ in range(2):  # recorded, then replayed in another thread
-        settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-        prompt = PADDED[1:2].to(device)
-        found = list(away.stream(prompt, attention_mask=torch.ones_like(prompt), **settings))
-        assert [token for tokens in found for token in tokens] == expected[0, 5:].tolist()
+        rounds = away.stream(ROWS[1][None].to(device), **GREEDY | {"max_new_tokens": 40})
+        assert list(itertools.chain.from_iterable(rounds)) == expected
+
+
+class DraftsVerified(RoundObserver):
+    """Keeps the tokens of every tree that was verified."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def round(self, finished):
+        self.tokens.append(finished.verified.tokens_BN.tolist())
 
 
 @pytest.mark.parametrize(
-    ("whose", "changed", "mode"),
+    ("whose", "place", "compile"),
     pairs(["target", "head"], ["in place", "elsewhere"], [False, True]),
-    indirect=["mode"],
 )
 def test_weights_that_change_are_not_read_where_they_were(
-    on_cpu, device, mode, monkeypatch, whose, changed
+    on_cpu, head_there, device, compile, whose, place
 ):
     """Between two generations: what was recorded before is not replayed."""
     model = copy.deepcopy(on_cpu.model)
     target = Target(copy.deepcopy(model).to(device))
-    head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=mode, adaptive=False)
-    drafted = []
+    head = head_there("eagle3")
+    options = {"tree": "chain:3", "adaptive": False}
 
-    def note_drafts():
-        forward = target.engine.forward_tree
+    def answer(lm):
+        drafts = DraftsVerified()
+        lm.observers[:] = [drafts]
+        return seeded_text(lm, tokens=20)[0], drafts.tokens
 
-        def noted(tree, *rest):
-            drafted.append(tree.tokens_BN.tolist())
-            return forward(tree, *rest)
-
-        monkeypatch.setattr(target.engine, "forward_tree", noted)
-
-    note_drafts()
-    first = text(lm, PADDED.to(device), tokens=20)
-    before = drafted.copy()
-    drafted.clear()
+    lm = SpeculativeLM.from_pretrained(target, head, compile=compile, **options)
+    text_before, drafts_before = answer(lm)
     layer = target.modules.lm_head if whose == "target" else head.lm_head
     shifted = layer.weight.detach().roll(1, 0)
-    if changed == "in place":
+    if place == "in place":
         layer.weight.data.copy_(shifted)
     else:
         layer.weight = torch.nn.Parameter(shifted, requires_grad=False)
     if whose == "target":
-        own = model.get_output_embeddings().weight
-        own.data.copy_(own.detach().roll(1, 0))
-    expected = text(SpeculativeLM(Target(model)), PADDED, tokens=20).sequences
-    found = text(lm, PADDED.to(device), tokens=20)
-    assert torch.equal(found.sequences.cpu(), expected)
-    if whose == "head":
-        fresh = SpeculativeLM.from_pretrained(
-            target, head, tree="chain:3", compile=False, adaptive=False
-        )
-        recorded = target.engine
-        target.compile(False)
-        if target.engine is not recorded:  # another has taken its place
-            note_drafts()
-        after = drafted.copy()
-        drafted.clear()
-        text(fresh, PADDED.to(device), tokens=20)
-        assert before != after == drafted
-    else:
-        assert not torch.equal(found.sequences, first.sequences)
+        weight = model.get_output_embeddings().weight
+        weight.data.copy_(weight.detach().roll(1, 0))
+    text_after, drafts_after = answer(lm)
+    assert text_after == seeded_text(SpeculativeLM(Target(model)), tokens=20)[0]
+    assert (text_after != text_before) == (whose == "target")
+    fresh = SpeculativeLM.from_pretrained(target, head, compile=False, **options)
+    assert drafts_before != drafts_after == answer(fresh)[1]
 
 
-def test_a_generation_inside_another_leaves_its_results(on_cpu, there, device, mode):
+@RECORDED
+def test_a_generation_inside_another_leaves_its_results(lms, there, compile):
     """A callback generates after each round, between what a recording left and its use."""
-    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
-    prompts, alone = PADDED[1:2], text(away, PADDED[1:2].to(device), tokens=30)
-    depth, recordings = [], getattr(there.engine.runner, "recordings", {})
+    here, away = lms("eagle3", compile, tree="chain:3")
+    _, alone = seeded_text(away, ROWS[1:2], tokens=30)
+    recordings = getattr(there.engine.runner, "recordings", {})
+    inside = []
 
-    def inner(_):
-        if not depth:
-            depth.append(1)
-            before = len(recordings)
-            text(away, PADDED[2:3].to(device), tokens=8)
-            # a replay could write where the outer generation's results lie
-            assert len(recordings) == before
-            depth.clear()
+    def generate_inside(_):
+        if inside:
+            return
+        inside.append(True)
+        before = len(recordings)
+        seeded_text(away, ROWS[2:], tokens=8)
+        # a replay could write where the outer generation's results lie
+        assert len(recordings) == before
+        inside.clear()
 
-    away.observers.append(EachRound(inner))
-    found = text(away, prompts.to(device), tokens=30)
-    assert torch.equal(
-        found.sequences.cpu(), text(SpeculativeLM(on_cpu), prompts, tokens=30).sequences
-    )
-    assert found.stats.rows == alone.stats.rows
+    away.observers.append(EachRound(generate_inside))
+    texts, output = seeded_text(away, ROWS[1:2], tokens=30)
+    assert texts == seeded_text(SpeculativeLM(here.target), ROWS[1:2], tokens=30)[0]
+    assert output.stats.rows == alone.stats.rows

@@ -24,7 +24,7 @@ PROMPTS = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 1, 2, 4], [7, 7, 2, 8, 1]])
 SETTINGS = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
 
-def text(lm, prompts, **settings):
+def swapped_text(lm, prompts, **settings):
     prompts = prompts.to(lm.target.device)
     return lm.generate(prompts, attention_mask=torch.ones_like(prompts), **SETTINGS, **settings)
 
@@ -43,7 +43,7 @@ def drafts_of(lm):
     """The output of a generation, and the tokens of all of its trees."""
     proposals = Proposals()
     lm.observers.append(proposals)
-    output = text(lm, PROMPTS)
+    output = swapped_text(lm, PROMPTS)
     lm.observers.remove(proposals)
     return output, proposals.drafts
 
@@ -98,13 +98,23 @@ def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
     del old
     for tree in (None, "branch:2x2"):
         for _ in range(3):  # the second call records
-            text(lm, PROMPTS, tree=tree)
+            swapped_text(lm, PROMPTS, tree=tree)
     assert there.engine.runner.recordings
     lm.use_head(new)
     gc.collect()
     assert replaced() is None
-    text(lm, PROMPTS)
+    swapped_text(lm, PROMPTS)
     there.compile(False)
+
+
+class DraftersUsed(RoundObserver):
+    """Weak references to the drafters of all calls."""
+
+    def __init__(self) -> None:
+        self.drafters = []
+
+    def begin(self, call) -> None:
+        self.drafters.append(weakref.ref(call.drafter))
 
 
 def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
@@ -114,15 +124,13 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
     monkeypatch.setattr(speculative_lm, "KEPT_OF_CALLS", 2)
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
     lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", adaptive=False, compile=True)
-    drafters = []
+    used = DraftersUsed()
+    lm.observers.append(used)
     for tree in ("chain:1", "chain:2", "branch:2x2", "branch:3"):
         for _ in range(3):  # the second call records
-            text(lm, PROMPTS, tree=tree)
-        newest = next(reversed(lm._of_calls.values()))
-        drafters.append(weakref.ref(newest.drafter))
-    del newest
+            swapped_text(lm, PROMPTS, tree=tree)
     gc.collect()
-    assert [drafter() is None for drafter in drafters] == [True, True, False, False]
+    assert [drafter() is None for drafter in used.drafters[::3]] == [True, True, False, False]
     there.compile(False)
 
 
@@ -133,14 +141,14 @@ def test_recorded_states_are_those_of_the_cpu(
     on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots
 ):
     head = head_for(on_cpu, kind)
-    expected = text(SpeculativeLM(on_cpu), PROMPTS).sequences
+    expected = swapped_text(SpeculativeLM(on_cpu), PROMPTS).sequences
     lm = SpeculativeLM.from_pretrained(
         there, head.to(device), tree="chain:3", adaptive=False, compile=mode
     )
     for call in range(2):  # the second replays
         folder = tmp_path / str(call)
         with record(lm, folder, tokenizer=tokenizer, format="float32") as recording:
-            found = text(lm, PROMPTS, max_batch_size=slots)
+            found = swapped_text(lm, PROMPTS, max_batch_size=slots)
         assert torch.equal(found.sequences.cpu(), expected)
         assert recording.written == len(PROMPTS), recording.summary()
         cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import check_identity
+from messages import refused
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,10 +71,10 @@ def test_adapters_that_act_on_some_tokens_or_rows_are_refused(tiny_target, kind)
     expected = model.generate(**ROWS_GIVEN, **more)
     plain = model.generate(**ROWS_GIVEN)
     method = custom_generate(drafter="prompt-lookup")
-    with pytest.raises(ValueError, match="adapter"):
+    with refused("adapter"):
         model.generate(**ROWS_GIVEN, **more, custom_generate=method)
     if kind != "adapters by row":
-        with pytest.raises(ValueError, match="adapter"):
+        with refused("adapter"):
             SpeculativeLM.from_pretrained(model, drafter="prompt-lookup").generate(**ROWS_GIVEN)
     assert torch.equal(model.generate(**ROWS_GIVEN, **more), expected)
     assert torch.equal(model.generate(**ROWS_GIVEN), plain)
@@ -97,7 +98,7 @@ def test_a_model_that_was_converted_needs_another_decoder(tiny_target, compile):
     for decoded in (lm.generate(**ROWS_GIVEN).sequences, model.generate(**ROWS_GIVEN)):
         assert torch.equal(decoded, model.generate(**ROWS_GIVEN, custom_generate=method))
     model.double()
-    with pytest.raises(ValueError, match=r"loaded as float32 on cpu and is now of dtype float64"):
+    with refused("float32 cpu float64"):
         lm.generate(**ROWS_GIVEN)
     expected = model.generate(**ROWS_GIVEN)
     assert torch.equal(model.generate(**ROWS_GIVEN, custom_generate=method), expected)
@@ -141,18 +142,18 @@ def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
         (
             {"attn_implemantation": "eager"},
-            "unknown option 'attn_implemantation'; did you mean 'attn_implementation'?",
+            "'attn_implemantation' 'attn_implementation'",
         ),
-        ({"tre": "chain:3"}, "unknown option 'tre'; did you mean 'tree'?"),
-        ({"heads": "runs/x"}, "unknown option 'heads'; did you mean 'head'?"),
-        ({"torch_dtype": "bfloat16"}, "unknown option 'torch_dtype'; did you mean 'dtype'?"),
-        ({"zzz": 1}, r"unknown option 'zzz'; choose from ((?!model_kwargs).)+$"),
+        ({"tre": "chain:3"}, "'tre' 'tree'"),
+        ({"heads": "runs/x"}, "'heads' 'head'"),
+        ({"torch_dtype": "bfloat16"}, "'torch_dtype' 'dtype'"),
+        ({"zzz": 1}, "'zzz' head tree drafter"),
     ],
 )
-def test_unknown_options_are_refused_before_anything_is_loaded(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_unknown_options_are_refused_before_anything_is_loaded(options, words):
+    with refused(words):
         SpeculativeLM.from_pretrained("nowhere/at-all", **options)

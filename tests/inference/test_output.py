@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from helpers import build_tokenizer
+from messages import refused
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -22,21 +23,23 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.inference import GenerateOutput, SpeculativeLM, custom_generate
 
 PROMPTS = torch.tensor([[65, 66, 67], [70, 71, 72]])
-GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
+SETTINGS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
 
 
 @pytest.fixture
-def lm(tiny_target):
+def letters_lm(tiny_target):
     return SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
 
 
 @pytest.fixture
-def out(lm):
-    return lm.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **GREEDY)
+def out(letters_lm):
+    return letters_lm.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **SETTINGS)
 
 
-def test_the_output_is_indexed_as_the_tensor_of_sequences(lm, out):
-    expected = lm.target.model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **GREEDY)
+def test_the_output_is_indexed_as_the_tensor_of_sequences(letters_lm, out):
+    expected = letters_lm.target.model.generate(
+        PROMPTS, attention_mask=torch.ones_like(PROMPTS), **SETTINGS
+    )
     assert torch.equal(out.sequences, expected)
     assert torch.equal(out[0], expected[0]) and out[0].shape == (12,)
     assert torch.equal(out[-1], expected[-1])
@@ -53,8 +56,8 @@ def test_the_output_is_indexed_as_the_tensor_of_sequences(lm, out):
 
 
 @pytest.mark.versions
-def test_the_summary_counts_every_token_that_was_returned(lm):
-    out = lm.generate(PROMPTS, max_new_tokens=16, min_new_tokens=16, do_sample=False)
+def test_the_summary_counts_every_token_that_was_returned(letters_lm):
+    out = letters_lm.generate(PROMPTS, max_new_tokens=16, min_new_tokens=16, do_sample=False)
     rows = len(PROMPTS)
     assert f"{16 * rows} tokens: {rows} by prefill, {15 * rows} in " in out.stats.summary()
 
@@ -77,7 +80,7 @@ def test_a_copy_of_the_output_is_whole(out, copied):
     assert other.stats.rounds == out.stats.rounds
 
 
-def test_positional_arguments_stand_as_in_transformers(lm):
+def test_positional_arguments_stand_as_in_transformers(letters_lm):
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:6]
     parameters = inspect.signature(SpeculativeLM.generate).parameters
     positional = [
@@ -101,9 +104,9 @@ class Banned:
         return input_ids[:, -1] == self.token
 
 
-def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm):
+def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(letters_lm):
     row = PROMPTS[:1]
-    plain = lm.target.model.generate(row, **GREEDY)[0, 3:].tolist()
+    plain = letters_lm.target.model.generate(row, **SETTINGS)[0, 3:].tolist()
     arguments = [
         row,
         GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=257, eos_token_id=None),
@@ -111,49 +114,49 @@ def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm
         StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] >= 14])]),
         lambda batch, text: [token for token in range(258) if token != plain[2]],
     ]
-    expected = lm.target.model.generate(*arguments)
-    assert torch.equal(lm.generate(*arguments).sequences, expected)
+    expected = letters_lm.target.model.generate(*arguments)
+    assert torch.equal(letters_lm.generate(*arguments).sequences, expected)
     assert expected.shape[1] == 14 and not {plain[1], plain[2]} & {*expected[0, 3:].tolist()}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "options", "words"),
     [
         (
             [PROMPTS, torch.ones_like(PROMPTS)],
             {},
-            r"must be a GenerationConfig, not a Tensor; .*attention_mask=\.\.\.",
+            "GenerationConfig Tensor attention_mask=...",
         ),
-        ([PROMPTS, {"max_new_tokens": 3}], {}, "must be a GenerationConfig, not a dict"),
-        ([PROMPTS], {"input_ids": PROMPTS}, "given twice, as inputs and as input_ids"),
-        ([], {}, "input_ids must be a tensor .* not a NoneType"),
+        ([PROMPTS, {"max_new_tokens": 3}], {}, "GenerationConfig dict"),
+        ([PROMPTS], {"input_ids": PROMPTS}, "inputs input_ids"),
+        ([], {}, "input_ids tensor NoneType"),
         (
             [PROMPTS],
             {"assistant_model": 1},
-            r"'assistant_model' is not supported; a smaller model drafts as",
+            "'assistant_model' drafter",
         ),
-        ([PROMPTS], {"slots": 1}, "'slots' is not supported; choose from"),
-        ([PROMPTS], {"temprature": 1.0}, "'temprature' is not supported; did you mean 'temperat"),
-        ([PROMPTS], {"num_assistant_tokens": 3}, "num_assistant_tokens is a setting of transf"),
+        ([PROMPTS], {"slots": 1}, "'slots'"),
+        ([PROMPTS], {"temprature": 1.0}, "'temprature' 'temperature'"),
+        ([PROMPTS], {"num_assistant_tokens": 3}, "num_assistant_tokens"),
         ([PROMPTS], {"prompt_lookup_num_tokens": 3}, 'drafter="prompt-lookup"'),
         (
             [PROMPTS[:1]],
             {"past_key_values": DynamicCache()},
-            r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\) i",
+            "past_key_values DynamicCache headstart.inference.Conversation()",
         ),
-        ([PROMPTS[:1]], {"past_key_values": ((1, 2),)}, r"is a tuple, .*Conversation\(\) instead"),
+        ([PROMPTS[:1]], {"past_key_values": ((1, 2),)}, "tuple headstart.inference.Conversation()"),
     ],
 )
-def test_arguments_that_cannot_be_meant_are_told(lm, arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        lm.generate(*arguments, **GREEDY, **options)
+def test_arguments_that_cannot_be_meant_are_told(letters_lm, arguments, options, words):
+    with refused(words):
+        letters_lm.generate(*arguments, **SETTINGS, **options)
 
 
 def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_target):
     model = tiny_target().model
     method = custom_generate(drafter="prompt-lookup", adaptive=False)
     settings = {
-        **GREEDY,
+        **SETTINGS,
         "attention_mask": torch.ones_like(PROMPTS),
         "return_dict_in_generate": True,
     }
@@ -163,4 +166,4 @@ def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_targ
     assert torch.equal(found["sequences"], expected["sequences"]) and found.stats.rounds > 0
     ours, theirs = torch.stack(found.scores), torch.stack(expected.scores)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, check_dtype=False)
-    assert torch.is_tensor(model.generate(PROMPTS, custom_generate=method, **GREEDY))
+    assert torch.is_tensor(model.generate(PROMPTS, custom_generate=method, **SETTINGS))

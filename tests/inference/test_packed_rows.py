@@ -10,8 +10,7 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
-from families import model_of
-from families import target_of as family_target
+from families import family_model, family_target
 from helpers import LargestTensor
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,20 +23,20 @@ STATES = ("qwen3_5_text", "lfm2", "granitemoehybrid", "mamba2")
 FAMILIES = {
     family: functools.partial(family_target, family, "sdpa") for family in SEQUENCES + STATES
 }
-FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively(axes.chains_only).double().eval())
+FAMILIES["bloom, ALiBi"] = lambda: Target(axes.lively_model(axes.chains_only).double().eval())
 LENGTHS = [[9, 3, 7, 1], [11, 8]]
 """Of the sequences of each row; the second has a token of padding."""
 ROUNDED = {"qwen3_5_text", "granitemoehybrid", "mamba2"}
 """Whose recurrences are computed in float32."""
 
 
-def target_of(family):
+def frozen_target(family):
     target = FAMILIES[family]()
     target.model.requires_grad_(False)
     return target
 
 
-def packed(lengths, seed=1):
+def packed_rows(lengths, seed=1):
     """Rows of random tokens, and their positions."""
     texts = [
         [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed + n)) for n in row]
@@ -57,8 +56,8 @@ def packed(lengths, seed=1):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_in_packed_rows_are_those_of_each_sequence_alone(family):
-    target, layers = target_of(family), (0, -1)
-    texts, tokens_BT, positions_BT = packed(LENGTHS)
+    target, layers = frozen_target(family), (0, -1)
+    texts, tokens_BT, positions_BT = packed_rows(LENGTHS)
     features_BTF, last_BTD = target.read(tokens_BT, layers, positions_BT)
     none_BTF, alone_BTD = target.read(tokens_BT, (), positions_BT)
     assert none_BTF.shape == (*tokens_BT.shape, 0)
@@ -77,9 +76,9 @@ def test_states_in_packed_rows_are_those_of_each_sequence_alone(family):
 
 def test_gradients_reach_the_weights_through_packed_rows():
     """An adapter of the target is trained through them."""
-    target = target_of("llama")
+    target = frozen_target("llama")
     weight = target.model.model.layers[0].mlp.up_proj.weight.requires_grad_()
-    texts, tokens_BT, positions_BT = packed(LENGTHS)
+    texts, tokens_BT, positions_BT = packed_rows(LENGTHS)
     _, last_BTD = target.states(tokens_BT, (), positions_BT)
     inside_BT = torch.tensor([[True] * 20, [True] * 19 + [False]])
     (ours,) = torch.autograd.grad(last_BTD[inside_BT].square().sum(), weight)
@@ -90,10 +89,10 @@ def test_gradients_reach_the_weights_through_packed_rows():
 
 def test_a_row_of_8192_tokens_needs_no_mask_of_its_square():
     narrow = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    target = Target(model_of("llama", torch.float32, **narrow))
+    target = Target(family_model("llama", torch.float32, **narrow))
     lengths = [512, 700, 300, 90, 410, 1000, 600, 40] * 2
     lengths.append(8192 - sum(lengths))
-    _, tokens_BT, positions_BT = packed([lengths])
+    _, tokens_BT, positions_BT = packed_rows([lengths])
     with LargestTensor() as largest:
         target.read(tokens_BT, (0, -1), positions_BT)
     # what the row's states take; a mask takes 128 times as many

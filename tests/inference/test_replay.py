@@ -17,12 +17,12 @@ TREES = ("chain:3", "dynamic:8:3:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "sto
 KINDS = ("medusa", "hydra++", "eagle", "eagle3", "dflash", "dspark")
 
 
-def prompts():
+def random_prompts():
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def answered(target, head, tree, texts, max_batch_size=None, **settings):
+def answers_with(target, head, tree, texts, max_batch_size=None, **settings):
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, compile=False)
     ids, mask = padded_batch(texts)
     settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, **settings}
@@ -38,12 +38,12 @@ def drafting_head(target, kind):
 @pytest.mark.parametrize(("kind", "tree", "max_batch_size"), pairs(KINDS, TREES, [None, 2]))
 def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
     target = tiny_target(vocab_size=VOCAB)
-    head, texts = drafting_head(target, kind), prompts()
+    head, texts = drafting_head(target, kind), random_prompts()
     replay = ReplayTarget(target)
     replay.learn(texts, ANSWER)
     for settings in ({}, {"eos_token_id": [3]}):
-        real = answered(target, head, tree, texts, max_batch_size, **settings)
-        found = answered(replay, head, tree, texts, max_batch_size, **settings)
+        real = answers_with(target, head, tree, texts, max_batch_size, **settings)
+        found = answers_with(replay, head, tree, texts, max_batch_size, **settings)
         assert torch.equal(found.sequences, real.sequences)
         assert found.stats.rows == real.stats.rows
         assert repr(found.stats.acceptance_rate_by_depth) == repr(
@@ -54,7 +54,7 @@ def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
 
 def test_a_known_answer_takes_no_forward(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    head, texts = drafting_head(target, "eagle3"), prompts()
+    head, texts = drafting_head(target, "eagle3"), random_prompts()
     replay = ReplayTarget(target)
     replay.learn(texts, ANSWER)
     replay.table(head.feature_layers)
@@ -62,12 +62,12 @@ def test_a_known_answer_takes_no_forward(tiny_target):
     target.model.register_forward_pre_hook(lambda *_: calls.append(1))
     for tree in TREES[:2]:
         replay.learn(texts[:2], ANSWER)
-        answered(replay, head, tree, texts)
+        answers_with(replay, head, tree, texts)
     assert not calls
     replay.learn([torch.tensor([5, 6])], ANSWER)
     assert calls
     # features of the new text are read, too
-    answered(replay, head, "chain:3", [*texts, torch.tensor([5, 6])])
+    answers_with(replay, head, "chain:3", [*texts, torch.tensor([5, 6])])
     calls.clear()
     replay.learn(texts, ANSWER + BEYOND + 1)
     assert calls  # a longer answer is asked for
@@ -79,7 +79,7 @@ def test_an_answer_may_reach_the_last_position(tiny_target):
     texts = [torch.arange(16) % VOCAB, torch.arange(9) % 7]
     replay, head = ReplayTarget(target), drafting_head(target, "eagle")
     replay.learn(texts, ANSWER)
-    found, real = (answered(each, head, "dynamic:8:3:3", texts) for each in (replay, target))
+    found, real = (answers_with(each, head, "dynamic:8:3:3", texts) for each in (replay, target))
     assert torch.equal(found.sequences, real.sequences)
     assert [[each.returned for each in row] for row in found.stats.rows] == [
         [each.returned for each in row] for row in real.stats.rows
@@ -88,7 +88,7 @@ def test_an_answer_may_reach_the_last_position(tiny_target):
 
 def test_prompts_are_answered_as_many_at_once_as_tokens_and_memory_allow(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB)
-    texts = [*prompts(), torch.tensor([5, 6]), torch.tensor([7, 7, 7])]
+    texts = [*random_prompts(), torch.tensor([5, 6]), torch.tensor([7, 7, 7])]
     whole = ReplayTarget(target)
     whole.learn(texts, ANSWER)
     rows = []
@@ -122,6 +122,6 @@ def test_a_replayed_row_takes_the_memory_of_its_tokens(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     replay = ReplayTarget(target)
     assert replay.cache_bytes(3, 100) == 2 * 3 * 100 * 8 < target.cache_bytes(3, 100)
-    replay.learn(prompts(), ANSWER)
+    replay.learn(random_prompts(), ANSWER)
     _, features = replay.table((0, -1))
     assert features.device.type == "cpu"

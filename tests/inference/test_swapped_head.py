@@ -20,7 +20,7 @@ def noisy_head(target, kind, seed):
     return head_for(target, kind, 0.3, seed=seed)
 
 
-def with_head(target, head, tree="chain:2", **options):
+def swapping_lm(target, head, tree="chain:2", **options):
     return SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, **options)
 
 
@@ -35,8 +35,8 @@ def answers(lm):
 def test_the_next_generation_drafts_with_the_new_head(target, drafter):
     old = noisy_head(target, "medusa", 1)
     new = noisy_head(target, "eagle3", 3)
-    lm = with_head(target, old, drafter=drafter)
-    expected = {head: answers(with_head(target, head, drafter=drafter)) for head in (old, new)}
+    lm = swapping_lm(target, old, drafter=drafter)
+    expected = {head: answers(swapping_lm(target, head, drafter=drafter)) for head in (old, new)}
     assert answers(lm) == expected[old] != expected[new]
     for head in (new, old):
         lm.use_head(head)
@@ -47,7 +47,7 @@ def test_the_next_generation_drafts_with_the_new_head(target, drafter):
 def test_a_conversation_goes_on_with_the_new_head(target):
     texts = []
     for swaps in (False, True):
-        lm = with_head(target, noisy_head(target, "eagle", 1))
+        lm = swapping_lm(target, noisy_head(target, "eagle", 1))
         past = Conversation()
         text_1T = PROMPT
         for turn in range(3):
@@ -62,7 +62,7 @@ def test_a_conversation_goes_on_with_the_new_head(target):
 def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
     old = noisy_head(target, "medusa", 1)
     new = noisy_head(target, "medusa", 3)
-    lm = with_head(target, old)
+    lm = swapping_lm(target, old)
     expected = lm.generate(PROMPT, **SETTINGS)
     began = threading.Event()
     may_go_on = threading.Event()
@@ -94,10 +94,10 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
 def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(target, tree):
     old = noisy_head(target, "medusa", 1)
     new = noisy_head(target, "medusa", 3)
-    lm = with_head(target, old)
+    lm = swapping_lm(target, old)
     settings = {**SETTINGS, "tree": tree}
     lm.generate(PROMPT, **settings)
-    expected = with_head(target, new).generate(PROMPT, **settings)
+    expected = swapping_lm(target, new).generate(PROMPT, **settings)
     outputs = []
     with target.lock:
         waiting = threading.Thread(target=lambda: outputs.append(lm.generate(PROMPT, **settings)))
@@ -113,7 +113,7 @@ def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(tar
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(target, tmp_path):
     old = noisy_head(target, "medusa", 1)
-    lm = with_head(target, old)
+    lm = swapping_lm(target, old)
     expected = answers(lm)
     wider = Target(build_model(vocab_size=300).requires_grad_(False))
     with refused("vocab size 300 20"):
@@ -169,8 +169,8 @@ def test_an_interruption_at_any_line_leaves_one_head_or_the_other(target):
     from."""
     old = noisy_head(target, "medusa", 1)
     new = noisy_head(target, "eagle3", 3)
-    expected = {head: answers(with_head(target, head)) for head in (old, new)}
-    lm = with_head(target, old)
+    expected = {head: answers(swapping_lm(target, head)) for head in (old, new)}
+    lm = swapping_lm(target, old)
     answers(lm)
     left = []
     while use_head_interrupted(lm, new, len(left) + 1):

@@ -13,7 +13,7 @@ import time
 import pytest
 import random_cases
 import torch
-from families import FAMILIES, VOCAB, model_of, target_of
+from families import FAMILIES, VOCAB, family_model, family_target
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
@@ -35,7 +35,7 @@ def rows_of(lengths, vocab=VOCAB):
 def test_the_ends_give_the_models_own_logits(family):
     """Scaled, bent and with their bias, for training's targets and for heads that share the LM
     head."""
-    target, tokens_BT = target_of(family), torch.stack(rows_of([7, 7]))
+    target, tokens_BT = family_target(family), torch.stack(rows_of([7, 7]))
     bias = target.model.get_output_embeddings().bias
     if bias is not None:
         torch.nn.init.normal_(bias)
@@ -68,7 +68,7 @@ def test_the_ends_give_the_models_own_logits(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_starts_from_a_block_of_its_own_computation_alone(family):
-    target = target_of(family)
+    target = family_target(family)
     layers = {"feature_layers": [0, -1]}
     head = build_head("eagle3", {**layers, "start": "last"}, target.info).double()
     if family in ("llama", "mistral"):
@@ -80,7 +80,7 @@ def test_a_head_starts_from_a_block_of_its_own_computation_alone(family):
 
 def test_flex_attention_gets_the_same_mask():
     """Its kernels run on GPUs; here the mask is compared with the additive one."""
-    target = target_of("gemma3_text")
+    target = family_target("gemma3_text")
     seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
     seen = dict.fromkeys(target.attention_kinds, seen_BNS)
@@ -101,7 +101,7 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
         def dequantize(self):
             raise NotImplementedError
 
-    model = model_of("llama")
+    model = family_model("llama")
     layer = model.model.layers[0].mlp.up_proj
     plain, found = layer.weight.detach(), set()
     for parts in ((plain, plain), (plain, plain + 1), (plain + 1, plain)):
@@ -110,7 +110,7 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
     assert len(found) == 3
 
 
-kept_target_of = functools.cache(target_of)
+kept_target_of = functools.cache(family_target)
 
 
 @pytest.fixture(scope="module")

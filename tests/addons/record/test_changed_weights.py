@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from changed_weights import PLAIN, ROW, WRITES, drafting, model_of, stock
+from changed_weights import PLAIN, ROW, WRITES, mistral_text, tiny_mistral, with_eagle3
 from helpers import EachRound
 from messages import refused
 from peft import LoraConfig, get_peft_model
@@ -38,15 +38,15 @@ def recorded_texts(folder, target):
 @pytest.mark.parametrize("write", WRITES)
 def test_a_recording_takes_no_answers_of_other_weights(write, compile, tokenizer, tmp_path):
     """And a folder that is begun anew takes those of the new ones alone."""
-    model = model_of()
-    lm = drafting(model, compile)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile)
     assert lm.target.compiled == compile
     with record(lm, tmp_path / "old", format="float32", tokenizer=tokenizer) as old:
         before = lm.generate(ROW, **PLAIN).sequences
         old_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         torch.manual_seed(2)
         with torch.no_grad():
-            WRITES[write](model, model_of(seed=7))
+            WRITES[write](model, tiny_mistral(seed=7))
         with pytest.warns(
             UserWarning,
             match="not those with which the recording began: answers are not recorded in",
@@ -54,7 +54,7 @@ def test_a_recording_takes_no_answers_of_other_weights(write, compile, tokenizer
             after = lm.generate(ROW, **PLAIN).sequences
         with warnings.catch_warnings(action="error"):  # it was said once
             lm.generate(torch.cat([ROW, ROW]), **PLAIN)
-    assert not torch.equal(after, before) and torch.equal(after, stock(model))
+    assert not torch.equal(after, before) and torch.equal(after, mistral_text(model))
     assert (old.written, dict(old.skipped)) == (1, {OTHER_WEIGHTS: 3})
     with refused("weights folder"):
         record(lm, tmp_path / "old", format="float32", tokenizer=tokenizer)
@@ -83,10 +83,10 @@ def answer_otherwise(lm, peft_model, change):
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_recording_may_begin_right_after_weights_have_changed(compile, tokenizer, tmp_path):
     """Before kernels have copied them."""
-    model = model_of()
-    lm = drafting(model, compile)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile)
     lm.generate(ROW, **PLAIN)
-    model.load_state_dict(model_of(seed=7).state_dict())
+    model.load_state_dict(tiny_mistral(seed=7).state_dict())
     with record(lm, tmp_path, format="float32", tokenizer=tokenizer) as running:
         answer = lm.generate(ROW, **PLAIN).sequences
     assert running.written == 1 and not running.skipped
@@ -98,12 +98,12 @@ def test_a_recording_may_begin_right_after_weights_have_changed(compile, tokeniz
 def test_a_recording_takes_no_answers_of_another_adapter(change, compile, tokenizer, tmp_path):
     torch.manual_seed(3)
     lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    peft_model = get_peft_model(model_of(), lora)
+    peft_model = get_peft_model(tiny_mistral(), lora)
     peft_model.add_adapter("other", lora)
     for name, weight in peft_model.named_parameters():
         if "lora" in name:
             weight.data = torch.randn_like(weight)
-    lm = drafting(peft_model.eval(), compile)
+    lm = with_eagle3(peft_model.eval(), compile)
     with record(lm, tmp_path, format="float32", tokenizer=tokenizer) as running:
         first = lm.generate(ROW, **PLAIN).sequences
         with pytest.warns(UserWarning, match="not those with which"):
@@ -120,8 +120,8 @@ def test_a_recording_takes_no_answers_of_another_adapter(change, compile, tokeni
 
 
 def test_an_answer_during_which_weights_change_is_not_recorded(tokenizer, tmp_path):
-    model = model_of()
-    lm = drafting(model, compile=False)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile=False)
     with record(lm, tmp_path, tokenizer=tokenizer) as running:
         lm.observers.append(EachRound(lambda sequences: model.lm_head.weight.data.mul_(1.01)))
         with pytest.warns(UserWarning, match="not those with which"):
@@ -130,8 +130,8 @@ def test_an_answer_during_which_weights_change_is_not_recorded(tokenizer, tmp_pa
 
 
 def test_a_change_that_no_sample_showed_is_told_when_the_recording_stops(tokenizer, tmp_path):
-    model = model_of()
-    lm = drafting(model, compile=False)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile=False)
     running = record(lm, tmp_path, tokenizer=tokenizer)
     lm.generate(ROW, **PLAIN)
     version = lm.target.version
@@ -151,8 +151,8 @@ def test_a_change_that_no_sample_showed_is_told_when_the_recording_stops(tokeniz
 def test_weights_may_change_between_a_recordings_last_answer_and_its_end(
     tokenizer, tmp_path, recwarn
 ):
-    model = model_of()
-    lm = drafting(model, compile=False)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile=False)
     with record(lm, tmp_path, tokenizer=tokenizer) as running:
         lm.generate(ROW, **PLAIN)
         model.lm_head.weight.data.mul_(1.01)
@@ -163,8 +163,8 @@ def test_weights_may_change_between_a_recordings_last_answer_and_its_end(
 @pytest.mark.parametrize("sampling", [False, True])
 def test_rollouts_by_plain_generate_are_recorded(sampling, tokenizer, tmp_path):
     """`model.generate` of the decoder's own model, by which trainers of policies answer."""
-    model = model_of()
-    lm = drafting(model, compile=False)
+    model = tiny_mistral()
+    lm = with_eagle3(model, compile=False)
     settings = {**PLAIN, "do_sample": sampling, "attention_mask": torch.ones_like(ROW)}
     generators = [torch.Generator().manual_seed(4) for _ in range(2)]
     expected = lm.generate(ROW, generator=generators[0], **settings)

@@ -13,7 +13,7 @@ from headstart.inference.rounds.sequences import Sequences
 VOCAB = 20
 
 
-def prompts(count):
+def prompts_of_lengths(count):
     random = torch.Generator().manual_seed(1)
     return [torch.randint(VOCAB, (2 + 5 * i % 11,), generator=random) for i in range(count)]
 
@@ -21,7 +21,7 @@ def prompts(count):
 @pytest.mark.parametrize(("slots", "apart"), [(1, 64), (4, 1), (4, 64), (20, 1)])
 def test_places_do_not_stay_empty_while_a_prompt_waits(target, monkeypatch, slots, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
-    rows = prompts(11)
+    rows = prompts_of_lengths(11)
     head = head_for(target, "eagle3", 0.2, seed=2, depth=3)
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", adaptive=False)
     monkeypatch.setattr(target.engine, "least_padding", apart)

@@ -8,11 +8,9 @@ import math
 
 import pytest
 import torch
-from helpers import Oracle, build_model, head_for, padded_batch, pairs, written_alone
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from helpers import Oracle, build_model, check_identity, continued, head_for, pairs, written_alone
+from messages import refused
+from transformers import LogitsProcessor
 
 from headstart.heads import HEADS
 from headstart.heads.layers.masked_attention import masked_attention
@@ -22,9 +20,9 @@ from headstart.inference.drafters.history import Trie, draft_tree, with_tries
 from headstart.inference.engines.cpu_decoder import CpuEngine, is_packed, packed_head
 from headstart.inference.rounds.prefill import padded_prompts
 
-VOCAB, NEW, BAD = 24, 9, 0
+VOCAB = 24
+BAD = 0
 """`BAD`: a token that the target never says, and whose embedding was never trained."""
-PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1}
 TREES = (
     "dynamic:8:3:3",
     "branch:2x1",
@@ -34,7 +32,7 @@ TREES = (
 )
 
 
-def model_of(dtype=torch.float32):
+def kernel_model(dtype=torch.float32):
     """A random model of dimensions that the CPU kernels take."""
     model = build_model(
         VOCAB, layers=3, dtype=dtype, head_dim=32, hidden_size=64, intermediate_size=96
@@ -49,22 +47,11 @@ def spoil(model, value=math.nan) -> None:
     model.lm_head.weight.data[BAD, 0] = -1e-30  # below the best of the others
 
 
-def rows_of(*lengths):
+def random_rows(*lengths):
     return [
         torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
         for length in lengths
     ]
-
-
-def stock(model, row):
-    """What `generate` writes for one row alone."""
-    return written_alone(model, row, **PLAIN)
-
-
-def ours(lm, rows, **settings):
-    ids, mask = padded_batch(rows)  # with `BAD`
-    output = lm.generate(ids, attention_mask=mask, **PLAIN | settings)
-    return output.sequences[:, ids.shape[1] :].tolist(), output.stats
 
 
 class Poisoned(Oracle):
@@ -85,36 +72,37 @@ class Poisoned(Oracle):
 @functools.cache
 def healthy(compile):
     """A target that no test changes, its greedy texts, and its samples by a seed."""
-    target = Target(model_of())
+    target = Target(kernel_model())
     if compile:
         target.compile()
-    rows = rows_of(6, 3)
+    rows = random_rows(6, 3)
     lm = SpeculativeLM(target)
-    return target, rows, ours(lm, rows)[0], ours(lm, rows, **seeded())[0]
+    return target, rows, continued(lm, rows)[0], sampled(lm, rows)
 
 
-def seeded():
-    return {"do_sample": True, "generator": torch.Generator().manual_seed(3)}
+def sampled(lm, rows):
+    """The texts of a seed."""
+    return continued(lm, rows, do_sample=True, generator=torch.Generator().manual_seed(3))[0]
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "compile"), pairs(HEADS, [math.nan, math.inf], [False, True])
 )
 def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compile):
-    target, rows, greedy, sampled = healthy(compile)
-    assert greedy == [stock(target.model, row) for row in rows]
+    target, rows, greedy, samples = healthy(compile)
+    assert greedy == [written_alone(target.model, row) for row in rows]
     head = head_for(target, kind)
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     matrices[0 if value == math.inf else -1].data[-1] = value
     for tree in TREES:
         lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=compile, adaptive=False)
-        assert ours(lm, rows)[0] == greedy, tree
+        assert continued(lm, rows)[0] == greedy, tree
         if not tree.startswith(("drawn", "independent")):
-            assert ours(lm, rows, **seeded())[0] == sampled, tree
+            assert sampled(lm, rows) == samples, tree
     lm = SpeculativeLM.from_pretrained(
         target, head, tree=TREES[0], drafter="prompt-lookup", compile=compile
     )
-    assert ours(lm, rows)[0] == greedy
+    assert continued(lm, rows)[0] == greedy
 
 
 # Drafted tokens
@@ -136,7 +124,7 @@ def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options
     dtype = {"float64": torch.float64, "bfloat16 kernels": torch.bfloat16}.get(
         options, torch.float32
     )
-    model = model_of(dtype)
+    model = kernel_model(dtype)
     spoil(model, value)
     if options == "eager":
         model.set_attn_implementation("eager")
@@ -144,46 +132,44 @@ def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options
     if "kernels" in options:
         target.compile()
         assert isinstance(target.engine, CpuEngine)
-    for rows in (rows_of(7), rows_of(9, 2, 5)):
-        truths = [ours(SpeculativeLM(target), [row])[0][0] for row in rows]
+    for rows in (random_rows(7), random_rows(9, 2, 5)):
+        truths = [continued(SpeculativeLM(target), [row])[0][0] for row in rows]
         if dtype != torch.bfloat16:
-            assert truths == [stock(model, row) for row in rows]
+            assert truths == [written_alone(model, row) for row in rows]
         assert not any(BAD in truth for truth in truths)
         drafter = Poisoned(SHAPES[shape], truths, VOCAB, wrong=0.3)
         lm = SpeculativeLM(target, drafter)
-        found, stats = ours(lm, rows)
+        found, output = continued(lm, rows)
         assert found == truths
-        assert {record.fallback for row in stats.rows for record in row} == {"not_finite"}
+        assert {record.fallback for row in output.stats.rows for record in row} == {"not_finite"}
         drafter.poisons = False
-        found, stats = ours(lm, rows)  # in the blocks of the call before
-        assert found == truths and stats.acceptance_length > 1.3
+        found, output = continued(lm, rows)  # in the blocks of the call before
+        assert found == truths and output.stats.acceptance_length > 1.3
 
 
-def test_a_conversation_goes_on_where_nan_was_left_after_its_text():
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_conversation_goes_on_where_nan_was_left_after_its_text(compile):
     """By a prompt that the packed or causal prefill reads, after a text that was cut or goes on."""
-    for compile in (False, True):
-        model = model_of()
-        target = Target(model)
-        lm = SpeculativeLM.from_pretrained(target, compile=compile)
-        row, past = rows_of(9)[0], Conversation()
-        [first], _ = ours(lm, [row], past_key_values=past)
-        for more in (
-            torch.cat([row, torch.tensor([*first, 4, 5])]),
-            torch.cat([row[:6], torch.tensor([3, 3])]),
-        ):
-            cache = past.cache
-            with torch.inference_mode():
-                for states in (*cache.keys, *cache.values):
-                    states[:, :, len(past.tokens) - 1 :] = math.nan
-            assert ours(lm, [more], past_key_values=past)[0][0] == stock(model, more)
+    model = kernel_model()
+    lm = SpeculativeLM.from_pretrained(Target(model), compile=compile)
+    row = random_rows(9)[0]
+    past = Conversation()
+    [first], _ = continued(lm, [row], past_key_values=past)
+    longer = torch.cat([row, torch.tensor([*first, 4, 5])])
+    shorter = torch.cat([row[:6], torch.tensor([3, 3])])
+    for prompt in (longer, shorter):
+        with torch.inference_mode():
+            for states in (*past.cache.keys, *past.cache.values):
+                states[:, :, len(past.tokens) - 1 :] = math.nan
+        check_identity(lm, [prompt], past_key_values=past)
 
 
 def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch):
     """Where attention skips what is masked, NaN stays in one path: what was accepted before it
     stands."""
     target = tiny_target(vocab_size=VOCAB)
-    row = rows_of(6)[0]
-    truth = stock(target.model, row)
+    row = random_rows(6)[0]
+    truth = written_alone(target.model, row)
     forward, broken = target.engine.forward_tree, []
 
     def spoiled(tree, *given):
@@ -195,10 +181,10 @@ def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch
 
     monkeypatch.setattr(target.engine, "forward_tree", spoiled)
     lm = SpeculativeLM(target, Oracle(TreeShape.chain(4), [truth], VOCAB, wrong=0.0))
-    found, stats = ours(lm, [row])
+    found, output = continued(lm, [row])
     assert found == [truth] and broken
-    assert {record.accepted for record in stats.rows[0][:-1]} == {1}
-    assert len(broken) == len(stats.rows[0])
+    assert {record.accepted for record in output.stats.rows[0][:-1]} == {1}
+    assert len(broken) == len(output.stats.rows[0])
 
 
 class TreesSeen(RoundObserver):
@@ -212,15 +198,15 @@ class TreesSeen(RoundObserver):
 
 
 def test_a_repeated_round_is_shown_without_drafts():
-    model = model_of()
+    model = kernel_model()
     spoil(model)
     head = head_for(Target(model), "medusa")
     for lm_head in head.lm_heads:
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
-    seen, row = TreesSeen(), rows_of(6)[0]
+    seen, row = TreesSeen(), random_rows(6)[0]
     lm = SpeculativeLM.from_pretrained(Target(model), head, tree="branch:2x2", adaptive=False)
     lm.observers.append(seen)
-    assert ours(lm, [row])[0] == [stock(model, row)]
+    assert continued(lm, [row])[0] == [written_alone(model, row)]
     assert {tree.fallback for tree in seen.trees} == {"not_finite"}
     assert all(tree.tokens_BN.shape[1] == 1 for tree in seen.trees)
 
@@ -235,7 +221,7 @@ CACHED = {kind: head for kind, head in HEADS.items() if kind not in ("medusa", "
 @pytest.mark.parametrize("kind", CACHED)
 def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
     """Neither of a draft's embedding, nor of features and tokens after what a row accepted."""
-    model = model_of()
+    model = kernel_model()
     model.get_input_embeddings().weight.data[BAD] = math.nan
     target = Target(model)
     options = {"num_layers": 2} if kind == "eagle" else {}
@@ -276,8 +262,8 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
 def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target):
     target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB)
     small.model.get_input_embeddings().weight.data[BAD] = math.nan
-    row = rows_of(7)[0]
-    truth = stock(target.model, row)
+    row = random_rows(7)[0]
+    truth = written_alone(target.model, row)
     assert BAD not in truth
     drafter = make_drafter(target, small, "branch:3x2x1", adaptive=False)
     expand, calls = drafter.head.expand, []
@@ -292,9 +278,9 @@ def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target
         return logits_BWV, state
 
     drafter.head.expand = expanded
-    found, stats = ours(SpeculativeLM(target, drafter), [row])
+    found, output = continued(SpeculativeLM(target, drafter), [row])
     assert found == [truth]
-    assert stats.rows[0][1].accepted == 3  # of 3: the model is the target
+    assert output.stats.rows[0][1].accepted == 3  # of 3: the model is the target
 
 
 def test_padding_is_a_token_of_the_text():
@@ -315,15 +301,15 @@ def test_padding_is_a_token_of_the_text():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_an_infinite_logit_is_the_best_one_and_cannot_be_sampled(compile):
-    model = model_of()
+    model = kernel_model()
     model.lm_head = torch.nn.Linear(64, VOCAB).requires_grad_(False)
     model.lm_head.bias.data[9] = math.inf
     lm = SpeculativeLM.from_pretrained(Target(model), drafter="prompt-lookup", compile=compile)
-    row = rows_of(5)[0]
-    assert stock(model, row) == [9] * NEW
-    assert ours(lm, [row])[0] == [[9] * NEW]
-    with pytest.raises(ValueError, match=r"target's logits for new token 0 of row 0 are infinite"):
-        ours(lm, [row], do_sample=True)
+    row = random_rows(5)[0]
+    assert written_alone(model, row) == [9] * 20
+    assert continued(lm, [row])[0] == [[9] * 20]
+    with refused("target logits 0 row infinite"):
+        continued(lm, [row], do_sample=True)
 
 
 def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
@@ -332,10 +318,8 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
             return torch.full_like(scores, math.nan)
 
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(
-        ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"
-    ):
-        ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
+    with refused("processors 0 row NaN"):
+        continued(SpeculativeLM(target), random_rows(4), logits_processor=[Broken()])
 
 
 def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
@@ -348,12 +332,12 @@ def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
             shown.append(bool(scores.isnan().any()))
             return scores
 
-    row = rows_of(7)[0]
-    truth = ours(SpeculativeLM(target), [row])[0]
+    row = random_rows(7)[0]
+    truth = continued(SpeculativeLM(target), [row])[0]
     shown.clear()
     lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))
-    found, stats = ours(lm, [row], logits_processor=LogitsProcessorList([Watching()]))
-    assert found == truth and {record.fallback for record in stats.rows[0]} == {"not_finite"}
+    found, output = continued(lm, [row], logits_processor=[Watching()])
+    assert found == truth and {record.fallback for record in output.stats.rows[0]} == {"not_finite"}
     assert shown and not any(shown)
 
 

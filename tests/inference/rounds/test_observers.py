@@ -5,42 +5,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Ended, build_model, head_for
+from helpers import GREEDY, Ended, continued, head_for
+from messages import refused
 
-from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target
+from headstart.inference import Conversation, RoundObserver, SpeculativeLM
 from headstart.inference.rounds import loop
 from headstart.inference.text.streaming import StreamClosed
 from headstart.inference.trees.sampling import PositionSampler, PrecomputedSampler
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target(build_model().requires_grad_(False))
-
-
-def decoder(target, kind="medusa", tree="chain:3", **options):
+def observed(target, observer, kind="medusa", tree="chain:3", **options):
+    """A decoder with a head, which tells an observer of its rounds."""
     head = head_for(target, kind, **({"feature_layers": [0, -1]} if kind == "eagle3" else {}))
-    return SpeculativeLM.from_pretrained(
-        target, head, tree=tree, adaptive=False, lossy=True, **options
-    )
+    options = {"adaptive": False, "lossy": True, **options}
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, **options)
+    lm.observers.append(observer)
+    return lm
 
 
-def prompts(rows):
-    """Prompts of different lengths, padded on the left."""
-    ids = torch.randint(0, 250, (rows, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        mask[row, : (3 * row) % 5] = 0
-    return {"inputs": ids, "attention_mask": mask}
-
-
-SETTINGS = {
-    "max_new_tokens": 8,
-    "do_sample": False,
-    "eos_token_id": [],
-    "pad_token_id": 0,
-    "max_batch_size": 2,
-}
+ROWS = [
+    torch.randint(1, 20, (length,), generator=torch.Generator().manual_seed(length))
+    for length in (9, 6, 8, 5, 7)
+]
+SETTINGS = {"max_new_tokens": 8, "eos_token_id": [], "max_batch_size": 2}
 
 
 class Reader(RoundObserver):
@@ -89,39 +76,37 @@ class Reader(RoundObserver):
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 @pytest.mark.parametrize("layers", [(-1, 0), (-1,), ()])
 def test_an_observer_reads_the_targets_states_and_changes_nothing(target, kind, layers):
-    lm = decoder(target, kind)
-    expected = lm.generate(**prompts(5), **SETTINGS)
     reader = Reader(*layers)
-    lm.observers.append(reader)
-    found = lm.generate(**prompts(5), **SETTINGS)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.stats.rows == expected.stats.rows == reader.stats.rows
+    lm = observed(target, reader, kind)
+    texts, output = continued(lm, ROWS, **SETTINGS)
+    assert reader.stats.rows == output.stats.rows
     assert reader.told[:2] == ["begin", "prefill"] and reader.told[-1] == "end"
-    assert reader.told.count("round") == len(found.stats.round_seconds)
+    assert reader.told.count("round") == len(output.stats.round_seconds)
+    lm.observers.clear()
+    unobserved, expected = continued(lm, ROWS, **SETTINGS)
+    assert unobserved == texts
+    assert expected.stats.rows == output.stats.rows
     if not layers:
         return
-    for row, (ids_T, mask_T) in enumerate(
-        zip(found.sequences, prompts(5)["attention_mask"], strict=True)
-    ):
-        text_T = ids_T[int((1 - mask_T).sum()) :]
+    for row, (prompt_T, text) in enumerate(zip(ROWS, texts, strict=True)):
+        text_T = torch.cat([prompt_T, torch.tensor(text)])
         states_TF = torch.cat(reader.states[row])[: len(text_T) - 1]
-        assert len(states_TF) == len(text_T) - 1
         expected_TF = target.read(text_T[None], layers)[0][0, :-1]
         torch.testing.assert_close(states_TF, expected_TF, atol=1e-5, rtol=0)
 
 
 def test_the_first_chunk_of_a_conversation_begins_where_its_text_goes_on(target):
-    lm = decoder(target)
-    past = Conversation()
-    given = {**SETTINGS, "past_key_values": past}
-    text = lm.generate(torch.tensor([[3, 1, 4]]), **given).sequences
     reader = Reader(-1)
+    lm = observed(target, Ended())
+    past = Conversation()
+    _, first = continued(lm, [torch.tensor([3, 1, 4])], past_key_values=past)
     lm.observers.append(reader)
-    longer = lm.generate(torch.cat([text, torch.tensor([[5, 9]])], dim=1), **given).sequences
+    prompt_T = torch.cat([first.sequences[0], torch.tensor([5, 9])])
+    _, second = continued(lm, [prompt_T], past_key_values=past)
     known = reader.starts[0]
-    assert known == text.shape[1] - 1
-    states_TF = torch.cat(reader.states[0])[: longer.shape[1] - 1 - known]
-    expected_TF = target.read(longer, (-1,))[0][0, known:-1]
+    assert known == first.sequences.shape[1] - 1
+    states_TF = torch.cat(reader.states[0])[: second.sequences.shape[1] - 1 - known]
+    expected_TF = target.read(second.sequences, (-1,))[0][0, known:-1]
     torch.testing.assert_close(states_TF, expected_TF, atol=1e-5, rtol=0)
 
 
@@ -157,36 +142,40 @@ class Again(RoundObserver):
     ],
 )
 def test_a_rounds_scores_and_random_numbers_decide_it(target, tree, acceptance):
-    lm = decoder(target, "eagle3", tree, acceptance=acceptance)
     again = Again()
-    lm.observers.append(again)
-    lm.generate(**prompts(3), **{**SETTINGS, "do_sample": True, "max_new_tokens": 12})
+    lm = observed(target, again, "eagle3", tree, acceptance=acceptance)
+    continued(lm, ROWS[:3], **SETTINGS | {"do_sample": True, "max_new_tokens": 12})
     assert again.rounds > 3
 
 
-class Failing(RoundObserver):
+class FailingAt(RoundObserver):
+    """Raises in one of its methods."""
+
     def __init__(self, name):
         setattr(self, name, lambda *_: 1 / 0)
 
 
-def test_the_end_is_told_to_all_that_know_of_the_begin_whatever_ended_the_call(target):
-    lm = decoder(target)
-    for name, ends in (("begin", [1, 0]), ("round", [1, 1]), ("end", [1, 1])):
-        before, after = Ended(), Ended()
-        lm.observers[:] = [before, Failing(name), after]
-        with pytest.raises(ZeroDivisionError):
-            lm.generate(**prompts(1), **SETTINGS)
-        assert [len(each.stats) for each in (before, after)] == ends, name
-        assert isinstance(before.errors[0], ZeroDivisionError)
+@pytest.mark.parametrize(("name", "ends"), [("begin", [1, 0]), ("round", [1, 1]), ("end", [1, 1])])
+def test_the_end_is_told_to_all_that_know_of_the_begin_whatever_ended_the_call(target, name, ends):
+    before = Ended()
+    after = Ended()
+    lm = observed(target, before)
+    lm.observers += [FailingAt(name), after]
+    with pytest.raises(ZeroDivisionError):
+        continued(lm, ROWS[:1], **SETTINGS)
+    assert [len(before.stats), len(after.stats)] == ends
+    assert isinstance(before.errors[0], ZeroDivisionError)
+
+
+def test_the_end_of_a_stream_that_was_left_is_told(target):
     ended = Ended()
-    lm.observers[:] = [ended]
-    for number, _ in enumerate(
-        lm.stream(prompts(1)["inputs"], **{**SETTINGS, "max_new_tokens": 500})
-    ):
-        if number == 2:  # after the prompt's and the first round's tokens
-            break
+    lm = observed(target, ended)
+    stream = lm.stream(ROWS[0][None], **GREEDY | {"max_new_tokens": 500, "eos_token_id": []})
+    for _ in range(3):  # the prompt's and two rounds' tokens
+        next(stream)
+    stream.close()
     assert isinstance(ended.errors[0], StreamClosed) and 0 < ended.stats[0].rounds < 100
-    lm.generate(**prompts(1), **SETTINGS)
+    continued(lm, ROWS[:1], **SETTINGS)
     assert ended.errors[1] is None and ended.stats[1].tokens == 7
 
 
@@ -194,27 +183,26 @@ def test_a_round_that_an_error_ended_is_not_counted(target):
     """In its first row it was complete."""
 
     def broken(ids, scores):
-        is_second_row = ids[0, 0] == prompts(2)["inputs"][1, 3]
+        is_second_row = ids[0, : len(ROWS[1])].tolist() == ROWS[1].tolist()
         # at its seventh new token
-        return 1 / 0 if is_second_row and ids.shape[1] == 6 + 7 else False
+        return 1 / 0 if is_second_row and ids.shape[1] == len(ROWS[1]) + 7 else False
 
-    lm = decoder(target)
     ended = Ended()
-    lm.observers.append(ended)
+    lm = observed(target, ended)
     with pytest.raises(ZeroDivisionError):
-        lm.generate(**prompts(2), **SETTINGS, stopping_criteria=[broken])
+        continued(lm, ROWS[:2], **SETTINGS | {"max_new_tokens": 40, "stopping_criteria": [broken]})
     (stats,) = ended.stats
     assert len(stats.rows[0]) == len(stats.rows[1]) == len(stats.round_seconds) > 0
     assert len(stats.token_seconds) == stats.tokens
 
 
 def test_a_layer_that_the_target_lacks_is_refused(target):
-    lm = decoder(target)
-    lm.observers.append(Reader(99))
-    with pytest.raises(ValueError, match="99"):
-        lm.generate(**prompts(1), **SETTINGS)
+    with refused("99"):
+        continued(observed(target, Reader(99)), ROWS[:1])
 
 
 def test_without_observers_nothing_is_done_for_them(target, monkeypatch):
+    lm = observed(target, Ended())
+    lm.observers.clear()
     monkeypatch.setattr(loop, "observing", None)
-    decoder(target).generate(**prompts(3), **SETTINGS)
+    continued(lm, ROWS[:3], **SETTINGS)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from helpers import head_for, limited
+from helpers import check_identity, continued, head_for, limited, warnings_of, written_alone
+from messages import warned
 
 from headstart.inference import Conversation, SpeculativeLM
 
-PROMPTS = torch.arange(3, 15).reshape(2, 6)
+PROMPTS = [torch.arange(3, 9), torch.arange(9, 15)]
 # Nodes, and those that are left with a limit of 1, 2 and 3.
 TREES = {
     "chain:3": (4, 1, 2, 2),
@@ -20,6 +19,16 @@ TREES = {
 }
 
 
+@pytest.fixture
+def eagle_head(target):
+    return head_for(target, "eagle")
+
+
+@pytest.fixture
+def chain_lm(target, eagle_head):
+    return SpeculativeLM.from_pretrained(target, eagle_head, tree="chain:3", adaptive=False)
+
+
 @pytest.mark.parametrize(
     ("tree", "nodes", "adaptive"),
     [
@@ -27,54 +36,42 @@ TREES = {
         *((tree, 2, True) for tree in TREES),
     ],
 )
-def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes, adaptive):
-    target = tiny_target(vocab_size=40)
-    lm = SpeculativeLM.from_pretrained(
-        target, head=head_for(target, "eagle"), tree=tree, adaptive=adaptive
-    )
-    expected = SpeculativeLM(target).generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
+def test_smaller_trees_give_the_same_text(target, eagle_head, monkeypatch, tree, nodes, adaptive):
+    whole, *left = TREES[tree]
+    lm = SpeculativeLM.from_pretrained(target, eagle_head, tree=tree, adaptive=adaptive)
     sizes = limited(monkeypatch, lm, nodes)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
-    if not adaptive:  # else drafts may never be tried
-        assert bool(told) == (TREES[tree][0] > nodes)
-    assert torch.equal(found.sequences, expected)
+    outputs = []
+    told = warnings_of(lambda: outputs.append(continued(lm, PROMPTS)))
+    [(texts, output)] = outputs
+    monkeypatch.undo()
+    assert texts == [written_alone(target.model, prompt) for prompt in PROMPTS]
     failed = [size for size in sizes if size > nodes]
     assert failed == sorted(set(failed), reverse=True)  # no size is tried a second time
-    assert found.stats.tokens == 2 * 19
-    records = [record for row in found.stats.rows for record in row]
-    if not adaptive:
-        assert set(sizes) - set(failed) == {TREES[tree][nodes]}
-        assert all(
-            record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
-            for record in records
-        )
+    assert output.stats.tokens == 2 * 19
+    if adaptive:  # drafts may never be tried
+        return
+    assert bool(told) == (whole > nodes)
+    assert set(sizes) - set(failed) == {left[nodes - 1]}
+    fallbacks = {record.fallback for row in output.stats.rows for record in row}
+    assert fallbacks == {"out_of_memory" if left[nodes - 1] == 1 else ""}
 
 
-def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
-    target = tiny_target(vocab_size=40)
-    lm = SpeculativeLM.from_pretrained(
-        target, head=head_for(target, "eagle"), tree="chain:3", adaptive=False
-    )
-    expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
-    sizes, past = limited(monkeypatch, lm, 2), Conversation()
-    with pytest.warns(UserWarning, match="memory ran out"):
-        found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False, max_batch_size=1).sequences
-    assert torch.equal(found, expected)
-    with pytest.warns(UserWarning, match="memory ran out"):
-        lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, past_key_values=past)
+def test_rows_that_wait_and_a_conversation_go_on(target, chain_lm, monkeypatch):
+    sizes = limited(monkeypatch, chain_lm, 2)
+    past = Conversation()
+    with warned("memory"):
+        check_identity(chain_lm, PROMPTS, max_batch_size=1)
+    with warned("memory"):
+        output = check_identity(chain_lm, PROMPTS[:1], past_key_values=past)
     monkeypatch.undo()
-    longer = lm.generate(
-        expected[:1, :16], max_new_tokens=10, do_sample=False, past_key_values=past
-    ).sequences
-    assert torch.equal(longer, expected[:1])
+    check_identity(chain_lm, [output.sequences[0]], past_key_values=past)
     assert max(sizes) == 4
 
 
 def failing(monkeypatch, owner, name, *numbers):
     """Make some calls of a method run out of memory; returns a list with an entry for each call."""
-    calls, original = [], getattr(owner, name)
+    calls = []
+    original = getattr(owner, name)
 
     def fails(self, *arguments):
         calls.append(1)
@@ -86,40 +83,34 @@ def failing(monkeypatch, owner, name, *numbers):
     return calls
 
 
-def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_target, monkeypatch):
-    target = tiny_target(vocab_size=40)
-    head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
-    expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
-    failing(monkeypatch, type(head), "expand", 5, 9)
-    with pytest.warns(UserWarning, match="memory ran out"):
-        assert torch.equal(
-            lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected
-        )
-    limited(monkeypatch, lm, 0)
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
-        lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+def test_a_draft_that_fails_midway_is_made_smaller(eagle_head, chain_lm, monkeypatch):
+    failing(monkeypatch, type(eagle_head), "expand", 5, 9)
+    with warned("memory"):
+        check_identity(chain_lm, PROMPTS)
+
+
+def test_an_error_that_plain_decoding_has_is_raised(chain_lm, monkeypatch):
+    limited(monkeypatch, chain_lm, 0)
+    with pytest.raises(torch.OutOfMemoryError), warned("memory"):
+        continued(chain_lm, PROMPTS)
 
 
 @pytest.mark.parametrize("tree", ["drawn:chain:3", "independent:branch:2x2", "drawn:branch:2x2"])
-def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, monkeypatch, tree):
+def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(
+    target, eagle_head, monkeypatch, tree
+):
     """A part of a sampled tree would have another distribution."""
-    target = tiny_target(vocab_size=40)
-    head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
-    calls = failing(monkeypatch, type(head), "expand", 5)
-    with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
-        stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
-    assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
+    lm = SpeculativeLM.from_pretrained(target, eagle_head, tree=tree, adaptive=False)
+    calls = failing(monkeypatch, type(eagle_head), "expand", 5)
+    with warned("memory 1"):
+        _, output = continued(lm, PROMPTS, do_sample=True)
+    assert output.stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
 
 
-def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
-    target = tiny_target(vocab_size=40)
-    head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
-    calls = failing(monkeypatch, type(head), "observe", 5)
+def test_what_fails_behind_the_commit_is_raised(eagle_head, chain_lm, monkeypatch):
+    calls = failing(monkeypatch, type(eagle_head), "observe", 5)
     with pytest.raises(torch.OutOfMemoryError):
-        lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+        continued(chain_lm, PROMPTS)
     assert len(calls) == 5
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from axes import VOCAB
 from helpers import check_identity, head_for, limited
+from messages import warned
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM
 from headstart.inference.rounds.limits import Limits, chain_of, first_nodes
@@ -24,7 +25,7 @@ NODES = 3
 """Nodes for which memory suffices."""
 
 
-def target_with(limit):
+def target_within(limit):
     target, _ = axes.target_of(TARGETS[limit], "eager")
     return target
 
@@ -66,7 +67,7 @@ class Checking(RoundObserver):
         assert finished.output.logits_BNV.shape[1] == verified.tokens_BN.shape[1]
 
 
-def decoder(target, drafter, limit):
+def decoder_within(target, drafter, limit):
     """A decoder that drafts in every round."""
     if drafter == "mine":
         return SpeculativeLM(target, Mine())
@@ -80,8 +81,8 @@ def decoder(target, drafter, limit):
 @pytest.mark.parametrize("limit", TARGETS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
-    target = target_with(limit)
-    lm = decoder(target, drafter, limit)
+    target = target_within(limit)
+    lm = decoder_within(target, drafter, limit)
     checking = Checking()
     lm.observers.append(checking)
     part = [3, 6, 4, 1, 5]
@@ -125,7 +126,7 @@ class Features(RoundObserver):
 @pytest.mark.filterwarnings("ignore:memory ran out")
 def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     """Also those that the drafter, which then drafts no more, had asked for."""
-    target = target_with("memory")
+    target = target_within("memory")
     lm = SpeculativeLM.from_pretrained(
         target, head_for(target, "medusa"), tree="chain:2", adaptive=False
     )
@@ -140,7 +141,7 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     )
 
 
-def tree_of(parents):
+def tree_with(parents):
     nodes = torch.tensor([parents])
     depths = [0]
     for parent in parents[1:]:
@@ -151,8 +152,8 @@ def tree_of(parents):
 
 
 def test_a_cut_names_the_nodes_that_it_keeps():
-    target = target_with("chains")
-    tree = tree_of([-1, 0, 0, 2, 3])
+    target = target_within("chains")
+    tree = tree_with([-1, 0, 0, 2, 3])
     chain, path = chain_of(target, tree, 4)
     assert (
         path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
@@ -167,23 +168,23 @@ def test_a_cut_names_the_nodes_that_it_keeps():
     assert first_nodes(tree, 5) == (tree, None)
     # Memory leaves half of the tree that failed, not of the largest that the drafter makes.
     limits = Limits(target, 60)
-    with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
+    with warned("memory 5 2"):
         limits.shrink(tree, "top_k")
     cut, nodes = limits.cut(tree, [4])  # both: a path of the two nodes that memory allows
     assert list(nodes) == [0, 1] and cut.tokens_BN.tolist() == [[10, 11]]
-    with pytest.warns(UserWarning, match="trees of 2 nodes; this generation goes on with 1"):
+    with warned("memory 2 1"):
         limits.shrink(None, "top_k")  # while a tree was drafted
     assert limits.gave_up
 
 
 def test_cuts_of_random_trees_are_trees():
     random = torch.Generator().manual_seed(0)
-    target = target_with("chains")
+    target = target_within("chains")
     for nodes, most in itertools.product(range(2, 12), (1, 2, 5, 20)):
         parents = [-1] + [
             int(torch.randint(node, (), generator=random)) for node in range(1, nodes)
         ]
-        tree = tree_of(parents)
+        tree = tree_with(parents)
         verified, kept = Limits(target, most).cut(tree, [4])
         kept = range(nodes) if kept is None else kept
         assert len(kept) <= most

@@ -57,7 +57,7 @@ def prompts(texts):
         text = yield [*text, *more]
 
 
-def accepted(output):
+def accepted_and_returned(output):
     """Of each row, round by round; how deep drafts were depends on the batch."""
     return [[(record.accepted, record.returned) for record in row] for row in output.stats.rows]
 
@@ -170,11 +170,11 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     beginning = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [[*beginning, *more] for more in ([1], [2, 3, 4], [1], [2, 3, 4], [5, 6])]
     lm, alone = decoder(target, kind), decoder(target, kind)
-    expected = [accepted(turn(alone, row))[0] for row in rows]
+    expected = [accepted_and_returned(turn(alone, row))[0] for row in rows]
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     settings = {"max_new_tokens": NEW, "eos_token_id": None, "max_batch_size": slots}
     output = check_identity(lm, list(map(torch.tensor, rows)), **settings)
-    assert sorted(accepted(output)) == sorted(expected)
+    assert sorted(accepted_and_returned(output)) == sorted(expected)
     if slots is None:
         longest = max(map(len, rows))
         assert sum(tokens.numel() for tokens, *_ in read) == 39 + 3 * (longest - 39)

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import head_for, other_model, padded_batch, written_alone
-from transformers import (
-    InfNanRemoveLogitsProcessor,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
+from helpers import (
+    Oracle,
+    check_identity,
+    continued,
+    head_for,
+    other_model,
+    written_alone,
 )
+from messages import refused
+from transformers import InfNanRemoveLogitsProcessor, LogitsProcessor, StoppingCriteria
 
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate
 from headstart.inference.drafters.base import NoDraft
-from headstart.inference.rounds import loop
 from headstart.inference.rounds.loop import score_accepted
 from headstart.inference.rounds.observers import DecodingCall
 from headstart.inference.rounds.sequences import Sequences
@@ -34,8 +35,25 @@ ROWS = [
     torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)
 ]
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
-PLAIN = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 ENDS = {"repetition_penalty": 1.4, "min_new_tokens": 6, "eos_token_id": [8, 15, 22, 39]}
+
+
+@pytest.fixture
+def target40(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def eagle3(target40):
+    return head_for(target40, "eagle3", depth=4)
+
+
+def only_tens(scores, state):
+    """Scores without the tokens outside of 10 * state to 10 * state + 9."""
+    tens = slice(state * 10, state * 10 + 10)
+    allowed = torch.full_like(scores, -torch.inf)
+    allowed[:, tens] = scores[:, tens]
+    return allowed
 
 
 class Cycle(LogitsProcessor):
@@ -43,20 +61,16 @@ class Cycle(LogitsProcessor):
     matcher does."""
 
     def __init__(self):
-        self.state, self.started, self.seen = 0, False, []
+        self.state = 0
+        self.seen = []
 
     def __call__(self, input_ids, scores):
         assert input_ids.shape[0] == scores.shape[0] == 1
-        self.seen.append(input_ids[0].tolist())
-        if self.started:
+        if self.seen:
             assert int(input_ids[0, -1]) // 10 == self.state, "it was shown a token that it forbids"
             self.state = (self.state + 1) % 4
-        self.started = True
-        allowed = torch.full_like(scores, -torch.inf)
-        allowed[:, self.state * 10 : self.state * 10 + 10] = scores[
-            :, self.state * 10 : self.state * 10 + 10
-        ]
-        return allowed
+        self.seen.append(input_ids[0].tolist())
+        return only_tens(scores, self.state)
 
 
 class CycleByText(LogitsProcessor):
@@ -66,102 +80,88 @@ class CycleByText(LogitsProcessor):
         self.prompt = prompt
 
     def __call__(self, input_ids, scores):
-        state = (input_ids.shape[1] - self.prompt) % 4
-        allowed = torch.full_like(scores, -torch.inf)
-        allowed[:, state * 10 : state * 10 + 10] = scores[:, state * 10 : state * 10 + 10]
-        return allowed
+        return only_tens(scores, (input_ids.shape[1] - self.prompt) % 4)
 
 
-def stock(target, row, processor, **settings):
+def in_cycle(target, row, **settings):
     """What `generate` writes for one row alone."""
-    given = {**PLAIN, **settings, "logits_processor": LogitsProcessorList([processor])}
-    return written_alone(target.model, row, **given)
+    return written_alone(target.model, row, logits_processor=[Cycle()], **settings)
 
 
-def a_head(target):
-    return head_for(target, "eagle3", depth=4)
+class Long(StoppingCriteria):
+    """Ends a text of so many tokens; counts its calls."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.calls = 0
+
+    def __call__(self, input_ids, scores, **_):
+        self.calls += 1
+        return input_ids.shape[1] >= self.tokens
 
 
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
-def test_the_calls_are_those_of_generate(tiny_target, tools, others):
+@pytest.mark.parametrize("end", ["length", "token", "criterion"])
+def test_the_calls_are_those_of_generate(target40, others, end):
     """Also with processors of transformers' own before it, up to an end token, and with a
     criterion."""
-    target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
-    free = stock(target, row, Cycle(), **others)
-
-    class Long(StoppingCriteria):
-        def __init__(self):
-            self.calls = 0
-
-        def __call__(self, input_ids, scores, **_):
-            self.calls += 1
-            return input_ids.shape[1] - len(row) >= 11
-
-    for more in ({}, {"eos_token_id": [free[9], 39]}, {"stopping_criteria": True}):
-        theirs, ours = Cycle(), Cycle()
-        criteria = [Long(), Long()]
-        settings = [{**others, **more} for _ in range(2)]
-        if more.get("stopping_criteria"):
-            for each, criterion in zip(settings, criteria):
-                each["stopping_criteria"] = StoppingCriteriaList([criterion])
-        expected = stock(target, row, theirs, **settings[0])
-        lm = SpeculativeLM(target, tools.Oracle(SHAPE, [free], VOCAB, wrong=0.2))
-        given = {**PLAIN, **settings[1], "logits_processor": LogitsProcessorList([ours])}
-        output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **given)
-        assert output.sequences[0, len(row) :].tolist() == expected
-        assert ours.seen == theirs.seen and criteria[0].calls == criteria[1].calls
-        assert output.stats.acceptance_length > 1.5
-    assert len(expected) == 11
+    row = ROWS[1]
+    free = in_cycle(target40, row, **others)
+    lm = SpeculativeLM(target40, Oracle(SHAPE, [free], VOCAB, wrong=0.2))
+    processors = [Cycle(), Cycle()]
+    criteria = [Long(len(row) + 11), Long(len(row) + 11)]
+    settings = []
+    for processor, criterion in zip(processors, criteria, strict=True):
+        ends = {
+            "length": {},
+            "token": {"eos_token_id": [free[9], 39]},
+            "criterion": {"stopping_criteria": [criterion]},
+        }
+        settings.append({**others, **ends[end], "logits_processor": [processor]})
+    expected = written_alone(target40.model, row, **settings[0])
+    texts, output = continued(lm, [row], **settings[1])
+    assert texts == [expected]
+    assert processors[0].seen == processors[1].seen and criteria[0].calls == criteria[1].calls
+    assert output.stats.acceptance_length > 1.5
+    assert len(expected) == (11 if end == "criterion" else 20) or end == "token"
 
 
 @pytest.mark.parametrize(
     ("side", "slots", "others"), [("left", None, {}), ("right", 2, ENDS), ("left", 1, ENDS)]
 )
-def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, others):
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    truths = [stock(target, row, Cycle(), **others) for row in ROWS]
-    assert len({*map(len, truths)}) == (3 if others else 1)
-    input_ids, mask = padded_batch(ROWS, side)
+def test_each_row_of_a_batch_has_a_state_of_its_own(target40, eagle3, side, slots, others):
+    truths = [in_cycle(target40, row, **others) for row in ROWS]
+    assert len({*map(len, truths)}) == (4 if others else 1)
     for spec in (
-        {"head": a_head(target), "tree": "dynamic:9:3:3"},
-        {"head": head_for(target, "medusa", num_heads=3), "tree": "branch:2x2"},
+        {"head": eagle3, "tree": "dynamic:9:3:3"},
+        {"head": head_for(target40, "medusa", num_heads=3), "tree": "branch:2x2"},
         {"drafter": "prompt-lookup"},
-        {"head": a_head(target), "tree": "drawn:branch:2x2"},
+        {"head": eagle3, "tree": "drawn:branch:2x2"},
     ):
-        lm = SpeculativeLM.from_pretrained(target, adaptive=False, **spec)
-        given = {**PLAIN, **others, "logits_processor": LogitsProcessorList([Cycle()])}
-        written = lm.generate(input_ids, attention_mask=mask, max_batch_size=slots, **given)
-        for found, truth in zip(written.sequences[:, input_ids.shape[1] :].tolist(), truths):
-            assert found[: len(truth)] == truth and not any(found[len(truth) :])
+        lm = SpeculativeLM.from_pretrained(target40, adaptive=False, **spec)
+        settings = {**others, "logits_processor": [Cycle()], "max_batch_size": slots}
+        texts, _ = continued(lm, ROWS, side, **settings)
+        for text, truth in zip(texts, truths, strict=True):
+            assert text[: len(truth)] == truth and not any(text[len(truth) :])
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3", "drawn:chain:3", "drawn:branch:2x2"])
-def test_sampled_text_is_that_of_a_processor_without_a_state(tiny_target, tree):
-    target, row = tiny_target(vocab_size=VOCAB, layers=3), ROWS[3][None]
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, adaptive=False)
-    texts = []
-    for processor in (Cycle(), CycleByText(row.shape[1]), Cycle()):
-        given = {
-            **PLAIN,
-            "do_sample": True,
-            "temperature": 1.5,
-            "generator": torch.Generator().manual_seed(5),
-        }
-        texts.append(
-            lm.generate(
-                row, **given, logits_processor=LogitsProcessorList([processor])
-            ).sequences.tolist()
-        )
-    assert texts[0] == texts[1] == texts[2]
+def test_sampled_text_is_that_of_a_processor_without_a_state(target40, eagle3, tree):
+    row = ROWS[3]
+    lm = SpeculativeLM.from_pretrained(target40, eagle3, tree=tree, adaptive=False)
+
+    def sampled(lm, processor):
+        draws = torch.Generator().manual_seed(5)
+        settings = {"do_sample": True, "temperature": 1.5, "generator": draws}
+        return continued(lm, [row], logits_processor=[processor], **settings)[0]
+
+    expected = sampled(lm, CycleByText(len(row)))
+    assert sampled(lm, Cycle()) == expected
     if not tree.startswith("drawn"):  # the text of a seed is the same whatever was drafted
-        plain = SpeculativeLM(target)
-        given["generator"] = torch.Generator().manual_seed(5)
-        assert (
-            texts[0] == plain.generate(row, **given, logits_processor=[Cycle()]).sequences.tolist()
-        )
+        assert sampled(SpeculativeLM(target40), Cycle()) == expected
 
 
-def chain_tree(rows, depth, draws):
+def random_chain(rows, depth, draws):
     """A chain with the distributions that its tokens were drawn from."""
     probs_BNV = torch.rand(rows, depth + 1, VOCAB, generator=draws).softmax(-1)
     tokens_BN = torch.randint(VOCAB, (rows, depth + 1), generator=draws)
@@ -173,171 +173,156 @@ def chain_tree(rows, depth, draws):
     )
 
 
+class Shifted(LogitsProcessor):
+    """Adds scores that depend on the newest token."""
+
+    def __init__(self, shift_VV):
+        self.shift_VV = shift_VV
+
+    def __call__(self, input_ids, scores):
+        return scores + self.shift_VV[input_ids[:, -1]]
+
+
 @pytest.mark.parametrize(
     "name", ["greedy", *[name for name, rule in RULES.items() if rule.top_down]]
 )
-def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_target, name):
-    target, prompts, moved = tiny_target(vocab_size=VOCAB), ROWS[:2], 0
+def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(target40, name):
     rule = greedy if name == "greedy" else RULES[name].verify
+    accepting_rows = 0
     for seed in range(30):
         draws = torch.Generator().manual_seed(seed)
-        tree = chain_tree(2, 4, draws)
+        tree = random_chain(2, 4, draws)
         logits_BNV = torch.randn(2, 5, VOCAB, generator=draws)
         for node in range(1, 5):  # likely to be accepted
             logits_BNV[torch.arange(2), node - 1, tree.tokens_BN[:, node]] += 4
         shift_VV = torch.randn(VOCAB, VOCAB, generator=draws)
-
-        class Own(LogitsProcessor):
-            def __call__(self, input_ids, scores):
-                return scores + shift_VV[input_ids[:, -1]]  # noqa: B023 - used within this turn of the loop
-
-        process = TreeLogitsProcessor(LogitsProcessorList([Own()]), [0, 0])
-        sequences = Sequences(prompts, 50, frozenset())
+        process = TreeLogitsProcessor([Shifted(shift_VV)], [0, 0])
+        sequences = Sequences(ROWS[:2], 50, frozenset())
         for row in range(2):
             sequences.rows[row] = [int(tree.tokens_BN[row, 0])]
         uniform_BU = torch.rand(2, 99, generator=draws, dtype=torch.float64)
         scores_BNV = process(logits_BNV, tree, sequences.text, [0, 1])
-        call = DecodingCall(target, NoDraft(), rule, process, RandomSampler(), sequences)
+        call = DecodingCall(target40, NoDraft(), rule, process, RandomSampler(), sequences)
         score_accepted(call, tree, scores_BNV, uniform_BU)
         ours = rule(tree, scores_BNV, sampler_by(uniform_BU))
         whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler_by(uniform_BU))
-        assert torch.equal(ours.lengths_B, whole.lengths_B) and torch.equal(
-            ours.next_tokens_B, whole.next_tokens_B
-        )
-        moved += int((ours.lengths_B > 1).sum())
+        assert torch.equal(ours.lengths_B, whole.lengths_B)
+        assert torch.equal(ours.next_tokens_B, whole.next_tokens_B)
         assert process.calls == int(ours.lengths_B.sum())
-    assert moved > 10
+        accepting_rows += int((ours.lengths_B > 1).sum())
+    assert accepting_rows > 10
 
 
 @pytest.mark.parametrize("acceptance", ["block", "traversal", "typical"])
-def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(tiny_target, acceptance):
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(
-        target,
-        head=a_head(target),
-        tree="drawn:chain:2",
-        acceptance=acceptance,
-        lossy=True,
-        adaptive=False,
-    )
-    sampled = {**PLAIN, "do_sample": True}
+def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(target40, eagle3, acceptance):
+    options = {"acceptance": acceptance, "lossy": True, "adaptive": False}
+    lm = SpeculativeLM.from_pretrained(target40, eagle3, tree="drawn:chain:2", **options)
     for own in (
         {"logits_processor": [Cycle()]},
         {"prefix_allowed_tokens_fn": lambda row, text: [1, 2, 3]},
     ):
-        with pytest.raises(
-            ValueError, match=f"'{acceptance}' needs the scores of rejected drafts.* or 'token'"
-        ):
-            lm.generate(ROWS[0][None], **sampled, **own)
-    lm.generate(ROWS[0][None], **sampled)  # they are fine without
-    lm.generate(ROWS[0][None], **PLAIN, logits_processor=[Cycle()])
+        with refused(f"'{acceptance}' 'token'"):
+            continued(lm, ROWS[:1], do_sample=True, **own)
+    continued(lm, ROWS[:1], do_sample=True)  # they are fine without
+    continued(lm, ROWS[:1], logits_processor=[Cycle()])
 
 
-def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(tiny_target):
-    target = tiny_target(vocab_size=VOCAB)
-    input_ids, mask = padded_batch(ROWS)
+class Locked(Cycle):
+    """Cannot be copied."""
 
-    class Locked(Cycle):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class LockedRows(Locked):
+    def for_row(self, row):
+        assert 0 <= row < len(ROWS)
+        return Locked()
+
+
+def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(target40):
+    lm = SpeculativeLM.from_pretrained(target40, drafter="prompt-lookup", adaptive=False)
+    expected = [in_cycle(target40, row) for row in ROWS]
+    assert continued(lm, ROWS[:1], logits_processor=[Locked()])[0] == expected[:1]
+    with refused("Locked 4 for_row"):
+        continued(lm, ROWS, logits_processor=[Locked()])
+    assert continued(lm, ROWS, logits_processor=[LockedRows()])[0] == expected
+
+
+def test_models_and_tokenizers_of_a_processor_are_not_copied(target40, tokenizer):
+    parts = []
+
+    class Heavy(Cycle):
         def __init__(self):
             super().__init__()
-            self.lock = threading.Lock()
+            self.model = target40.model
+            self.tokenizer = tokenizer
+            self.table = [1, 2]
 
-    class Rows(Locked):
-        def for_row(self, row):
-            assert 0 <= row < len(ROWS)
-            return Locked()
+        def __call__(self, input_ids, scores):
+            parts.append((id(self.model), id(self.tokenizer), id(self.table)))
+            return super().__call__(input_ids, scores)
 
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
-    one = stock(target, ROWS[0], Cycle())
-    assert (
-        lm.generate(ROWS[0][None], logits_processor=[Locked()], **PLAIN).sequences[0, 3:].tolist()
-        == one
-    )
-    with pytest.raises(ValueError, match=r"Locked cannot be copied for each of 4 rows .*for_row"):
-        lm.generate(input_ids, attention_mask=mask, logits_processor=[Locked()], **PLAIN)
-    written = lm.generate(
-        input_ids, attention_mask=mask, logits_processor=[Rows()], **PLAIN
-    ).sequences[:, input_ids.shape[1] :]
-    assert written.tolist() == [stock(target, row, Cycle()) for row in ROWS]
+    continued(SpeculativeLM(target40), ROWS[:2], logits_processor=[Heavy()])
+    models, tokenizers, tables = map(set, zip(*parts, strict=True))
+    assert models == {id(target40.model)} and tokenizers == {id(tokenizer)}
+    assert len(tables) == 2
 
 
-def test_models_and_tokenizers_of_a_processor_are_not_copied(tiny_target, tokenizer):
-    class Heavy(Cycle):
-        def __init__(self, model):
-            super().__init__()
-            self.model, self.tokenizer, self.table = model, tokenizer, [1, 2]
+class Counting:
+    """A constraint whose allowed tokens depend on how often it was asked."""
 
-    one, two = TreeLogitsProcessor([Heavy(tiny_target().model)], [0, 1])._own_of_rows.popitem()[1]
-    assert one.model is two.model and one.tokenizer is two.tokenizer and one.table is not two.table
+    def __init__(self):
+        self.lengths = []
 
-
-def test_a_constraint_may_keep_a_state(tiny_target, tools):
-    target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
-
-    def counting():
-        calls = []
-
-        def allowed(_, text):
-            calls.append(len(text))
-            return [(7 * len(calls) + step) % VOCAB for step in range(6)]
-
-        return allowed, calls
-
-    (theirs, their_calls), (ours, our_calls) = counting(), counting()
-    given = {"attention_mask": torch.ones_like(row[None]), **PLAIN}
-    expected = target.model.generate(row[None], prefix_allowed_tokens_fn=theirs, **given)
-    lm = SpeculativeLM(
-        target, tools.Oracle(SHAPE, [expected[0, len(row) :].tolist()], VOCAB, wrong=0.1)
-    )
-    assert torch.equal(
-        lm.generate(row[None], prefix_allowed_tokens_fn=ours, **given).sequences, expected
-    )
-    assert our_calls == their_calls
+    def __call__(self, row, text):
+        self.lengths.append(len(text))
+        return [(7 * len(self.lengths) + step) % VOCAB for step in range(6)]
 
 
-def test_by_plain_generate_it_is_called_alike(tiny_target):
-    target, row = tiny_target(vocab_size=VOCAB), ROWS[1][None]
-    expected = stock(target, ROWS[1], Cycle())
+def test_a_constraint_may_keep_a_state(target40):
+    theirs = Counting()
+    ours = Counting()
+    expected = written_alone(target40.model, ROWS[1], prefix_allowed_tokens_fn=theirs)
+    lm = SpeculativeLM(target40, Oracle(SHAPE, [expected], VOCAB, wrong=0.1))
+    assert continued(lm, [ROWS[1]], prefix_allowed_tokens_fn=ours)[0] == [expected]
+    assert ours.lengths == theirs.lengths
+
+
+def test_by_plain_generate_it_is_called_alike(target40):
     method = custom_generate(drafter="prompt-lookup", adaptive=False)
-    given = {**PLAIN, "attention_mask": torch.ones_like(row)}
-    written = target.model.generate(
-        row, custom_generate=method, logits_processor=LogitsProcessorList([Cycle()]), **given
-    )
-    assert written[0, row.shape[1] :].tolist() == expected
+    written = in_cycle(target40, ROWS[1], custom_generate=method)
+    assert written == in_cycle(target40, ROWS[1])
 
 
-def test_memory_that_runs_out_after_a_call_is_told(tiny_target, monkeypatch):
+def test_memory_that_runs_out_after_a_call_is_told(target40, eagle3):
     """The round cannot begin again: the processor has read the newest token."""
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:3", adaptive=False)
-    verify, calls = loop.verify_and_commit, []
 
-    def full(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError
-        return verify(*arguments)
+    class Full(Cycle):
+        def __call__(self, input_ids, scores):
+            allowed = super().__call__(input_ids, scores)
+            if len(self.seen) == 5:
+                raise torch.OutOfMemoryError
+            return allowed
 
-    monkeypatch.setattr(loop, "verify_and_commit", full)
+    lm = SpeculativeLM.from_pretrained(target40, eagle3, tree="chain:3", adaptive=False)
     with pytest.raises(torch.OutOfMemoryError):
-        lm.generate(ROWS[0][None], logits_processor=[Cycle()], **PLAIN)
-    calls.clear()
-    with pytest.warns(UserWarning, match="memory ran out"):
-        lm.generate(ROWS[0][None], **PLAIN)
+        continued(lm, ROWS[:1], logits_processor=[Full()])
+    check_identity(lm, ROWS[:1])
 
 
-def test_logits_that_are_no_numbers_are_shown_to_no_processor(tiny_target):
+def test_logits_that_are_no_numbers_are_shown_to_no_processor():
     """It could not be shown the same text again; only where `remove_invalid_values` mends them it
     sees them."""
     cycle = Cycle()
-    process = TreeLogitsProcessor(LogitsProcessorList([cycle]), [0])
     broken_V = torch.full((VOCAB,), torch.nan)
+    process = TreeLogitsProcessor([cycle], [0])
     assert process.score_next(0, torch.tensor([1]), broken_V).isnan().all()
     assert cycle.seen == [] and process.calls == 0
-    mending = TreeLogitsProcessor(LogitsProcessorList([InfNanRemoveLogitsProcessor(), cycle]), [0])
-    assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [
-        [1]
-    ]
+    mending = TreeLogitsProcessor([InfNanRemoveLogitsProcessor(), cycle], [0])
+    assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any()
+    assert cycle.seen == [[1]]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from families import model_of
+from families import family_model
 from helpers import Oracle, head_for
 
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, custom_generate
@@ -232,7 +232,7 @@ def test_with_the_engine_and_drafters_that_a_user_gets(name, dtype, monkeypatch)
 @pytest.mark.parametrize(
     ("build_text_model", "reason"),
     [
-        (lambda: model_of("lfm2"), "keeps a state in addition to keys and values"),
+        (lambda: family_model("lfm2"), "keeps a state in addition to keys and values"),
         (
             lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
             "takes no",
