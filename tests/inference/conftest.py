@@ -7,9 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from headstart.inference import Target
+from headstart.inference.tuning import machine
 
 
 @pytest.fixture
 def target(tiny_target: Callable[..., Target]) -> Target:
     """A tiny target of 20 tokens."""
     return tiny_target(vocab_size=20)
+
+
+@pytest.fixture
+def moved_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of all measurements, in seconds; it stands still."""
+    now = [0.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    return now

@@ -43,7 +43,7 @@ def steps_of(
     return Record(candidates, plain, last=last, **more)
 
 
-def example(idle: float) -> Record:
+def documented_example(idle: float) -> Record:
     """The example of the docstring of `choose`, in plain steps."""
     return steps_of(timed(1.0, 1.0), timed(1.5, 2.4), timed(1.2, 1.5, idle), last=TREE)
 
@@ -66,8 +66,8 @@ CHOICES = {
         Choice(OTHER, True),
     ),
     # probes
-    "the example, too early": (example(300.0), Choice(TREE)),
-    "the example, 40 tokens later": (example(340.0), Choice(OTHER, True)),
+    "the example, too early": (documented_example(300.0), Choice(TREE)),
+    "the example, 40 tokens later": (documented_example(340.0), Choice(OTHER, True)),
     "plain steps are probed, too": (
         steps_of(timed(1.0, 1.0, 241.0), GOOD, last=TREE),
         Choice(PLAIN, True),

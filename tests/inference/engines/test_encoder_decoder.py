@@ -21,7 +21,7 @@ VOCAB = 12
 
 
 @pytest.fixture
-def t5():
+def seq2seq():
     return Seq2SeqTarget(build_t5(VOCAB, layers=3))
 
 
@@ -30,15 +30,15 @@ def source_ids(length, vocab=VOCAB):
 
 
 @pytest.mark.versions
-def test_a_model_that_drafts_for_itself_reads_what_the_encoder_may(t5):
-    lm = SpeculativeLM(t5, make_drafter(t5, t5, "chain:3"))
+def test_a_model_that_drafts_for_itself_reads_what_the_encoder_may(seq2seq):
+    lm = SpeculativeLM(seq2seq, make_drafter(seq2seq, seq2seq, "chain:3"))
     for length in (1, 5, 40):
         ids = source_ids(length)
         mask = torch.ones_like(ids)
         mask[0, : length // 3] = 0  # padding that the encoder must not see
         for given in (mask, torch.ones_like(ids)):
             settings = {"max_new_tokens": 30, "do_sample": False, "min_new_tokens": 20}
-            expected = t5.model.generate(ids, attention_mask=given, **settings)
+            expected = seq2seq.model.generate(ids, attention_mask=given, **settings)
             output = lm.generate(ids, attention_mask=given, **settings)
             assert torch.equal(output.sequences, expected)
             # it may want to end where that is forbidden
@@ -81,12 +81,12 @@ def test_what_is_drawn_has_the_targets_distribution(name):
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
 
 
-def test_a_text_that_was_not_shown_is_refused(t5):
+def test_a_text_that_was_not_shown_is_refused(seq2seq):
     small = Seq2SeqTarget(build_t5(VOCAB, 1, layers=1))
-    lm = SpeculativeLM(t5, make_drafter(t5, small, "chain:1|chain:3"))
+    lm = SpeculativeLM(seq2seq, make_drafter(seq2seq, small, "chain:1|chain:3"))
     method = lm.decoding_method(Call(RandomSampler()))
     with refused("input"):
-        t5.model.generate(source_ids(6), custom_generate=method, max_new_tokens=20)
+        seq2seq.model.generate(source_ids(6), custom_generate=method, max_new_tokens=20)
 
 
 def test_a_type_that_is_not_known_is_refused():

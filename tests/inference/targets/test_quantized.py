@@ -29,7 +29,7 @@ def named_in_its_config(model_folder, quantization):
     path.write_text(json.dumps(config))
 
 
-def check_text(lm):
+def check_decodes(lm):
     check_identity(lm, [random_ids(60, 12, first=1)])
 
 
@@ -129,9 +129,9 @@ def test_checkpoints_with_packed_weights(model_folder, pack, quantization):
     check_the_weights(target, whole)
     settings = {"adaptive": False, "compile": False}
     head = head_for(target, "eagle3", seed=1, depth=4)
-    check_text(SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", **settings))
+    check_decodes(SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", **settings))
     for tree in ("chain:4", "dynamic:12:4:3"):
-        check_text(SpeculativeLM.from_pretrained(target, head, tree=tree, **settings))
+        check_decodes(SpeculativeLM.from_pretrained(target, head, tree=tree, **settings))
 
 
 def check_the_weights(target, whole_OI):
@@ -168,13 +168,15 @@ def test_weights_that_are_quantized_on_loading(model_folder, quantization):
     options = {"adaptive": False, "quantization_config": quantization()}
     lm = SpeculativeLM.from_pretrained(model_folder, drafter="prompt-lookup", **options)
     assert lm.target.provenance["quantization"] is not None
-    check_text(lm)
+    check_decodes(lm)
 
 
 def test_fp8_weights_are_made_wide_where_there_is_no_gpu(model_folder):
     blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     named_in_its_config(model_folder, {"quant_method": "fp8", **blocks})
-    check_text(SpeculativeLM.from_pretrained(model_folder, drafter="prompt-lookup", adaptive=False))
+    check_decodes(
+        SpeculativeLM.from_pretrained(model_folder, drafter="prompt-lookup", adaptive=False)
+    )
 
 
 BY_GROUP = {"bits": 4, "group_size": 64}

@@ -69,7 +69,7 @@ def phimoe():
     return tf.PhimoeForCausalLM(tf.PhimoeConfig(**PHIMOE, sliding_window=None))
 
 
-def llama(rope):
+def llama_with(rope):
     return tf.LlamaForCausalLM(tf.LlamaConfig(**BASE, rope_parameters=rope))
 
 
@@ -78,10 +78,10 @@ def llama4(**options):
 
 
 MODELS = {
-    "longrope": lambda: llama(LONGROPE),
+    "longrope": lambda: llama_with(LONGROPE),
     "longrope, read again at the border": phi3,
     "longrope, with experts": phimoe,
-    "dynamic": lambda: llama(DYNAMIC),
+    "dynamic": lambda: llama_with(DYNAMIC),
     "llama 4": llama4,
     "llama 4, all chunked": lambda: llama4(**ALL_CHUNKED),
 }

@@ -54,7 +54,7 @@ class T(PreTrainedTokenizerFast): pass
 
 
 @pytest.fixture
-def copied(target_folder, tmp_path):
+def target_copy(target_folder, tmp_path):
     return shutil.copytree(target_folder, tmp_path / "target")
 
 
@@ -62,10 +62,10 @@ def edited(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def refusal(read, copied, default):
+def refusal(read, target_copy, default):
     """What a reader says of a folder that it refuses; `default` if it reads it."""
     try:
-        read(copied)
+        read(target_copy)
     except ValueError as error:
         return str(error)
     return default
@@ -73,29 +73,31 @@ def refusal(read, copied, default):
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("of", ["config", "tokenizer"])
-def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, tmp_path, monkeypatch, reader, of):
+def test_no_code_of_a_folder_is_run_and_nobody_is_asked(
+    target_copy, tmp_path, monkeypatch, reader, of
+):
     ran = tmp_path / "ran"
-    (copied / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    (target_copy / "evil.py").write_text(EVIL.format(ran=str(ran)))
     asked = []
     monkeypatch.setattr(builtins, "input", lambda *words: asked.append(words) or "y")
     if of == "tokenizer":
         named = {"AutoTokenizer": [None, "evil.T"]}
-        edited(copied / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
+        edited(target_copy / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
     else:
         named = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoModel": "evil.M"}
-        edited(copied / "config.json", model_type="evil", architectures=["M"], auto_map=named)
-    assert str(copied) in refusal(READERS[reader], copied, default=str(copied))
+        edited(target_copy / "config.json", model_type="evil", architectures=["M"], auto_map=named)
+    assert str(target_copy) in refusal(READERS[reader], target_copy, default=str(target_copy))
     assert not asked
     assert not ran.exists()
 
 
-def test_code_runs_where_the_caller_says_so(copied, tmp_path, monkeypatch):
+def test_code_runs_where_the_caller_says_so(target_copy, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     ran = tmp_path / "ran"
-    (copied / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    (target_copy / "evil.py").write_text(EVIL.format(ran=str(ran)))
     named = {"AutoTokenizer": [None, "evil.T"]}
-    edited(copied / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
-    load_tokenizer(copied, trust_remote_code=True)
+    edited(target_copy / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
+    load_tokenizer(target_copy, trust_remote_code=True)
     assert ran.exists()
 
 
@@ -123,12 +125,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_gives_one_line_that_names_the_folder(copied, what):
+def test_a_broken_file_gives_one_line_that_names_the_folder(target_copy, what):
     file, text = BROKEN[what]
-    (copied / file).write_text(text, errors="surrogatepass")
+    (target_copy / file).write_text(text, errors="surrogatepass")
     for read in (*READERS.values(), lambda place: end_tokens_of(place, load_tokenizer(place))):
-        message = refusal(read, copied, default=str(copied))
-        assert str(copied) in message
+        message = refusal(read, target_copy, default=str(target_copy))
+        assert str(target_copy) in message
         assert message.isprintable()
         assert len(message) < 1000
 
@@ -155,23 +157,23 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("file", "changes", "readers", "words"), UNUSABLE)
-def test_values_that_nothing_can_be_made_of_are_named(copied, file, changes, readers, words):
-    edited(copied / file, **changes)
+def test_values_that_nothing_can_be_made_of_are_named(target_copy, file, changes, readers, words):
+    edited(target_copy / file, **changes)
     for reader in readers:
-        with refused(str(copied), words):
-            READERS[reader](copied)
+        with refused(str(target_copy), words):
+            READERS[reader](target_copy)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_named_pipe_is_refused_and_not_waited_for(copied, reader, name):
-    (copied / name).unlink()
-    os.mkfifo(copied / name)
+def test_a_named_pipe_is_refused_and_not_waited_for(target_copy, reader, name):
+    (target_copy / name).unlink()
+    os.mkfifo(target_copy / name)
     if reader == "facts":  # None: the loading that follows says why
-        assert target_facts(copied) is None
+        assert target_facts(target_copy) is None
     else:
         with refused(name):
-            READERS[reader](copied)
+            READERS[reader](target_copy)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 20, 24, 100])
@@ -214,30 +216,32 @@ ENDLESS = "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def with_template(copied, template):
-    edited(copied / "tokenizer_config.json", chat_template=template)
-    for file in copied.glob("*.jinja"):
+def with_template(target_copy, template):
+    edited(target_copy / "tokenizer_config.json", chat_template=template)
+    for file in target_copy.glob("*.jinja"):
         file.write_text(template)
-    return load_chat_tokenizer(str(copied))
+    return load_chat_tokenizer(str(target_copy))
 
 
 @pytest.mark.parametrize("template", [*UNPARSED, *REFUSED_LATER, ENDLESS])
-def test_a_template_that_cannot_be_used_is_named(copied, template):
-    tokenizer = with_template(copied, template)
-    with refused("template", str(copied)):
+def test_a_template_that_cannot_be_used_is_named(target_copy, template):
+    tokenizer = with_template(target_copy, template)
+    with refused("template", str(target_copy)):
         render(tokenizer, MESSAGES)
-    with refused("template", str(copied)):
-        SpeculativeLM.from_pretrained(copied, drafter="prompt-lookup").chat(tokenizer).say("hello")
+    with refused("template", str(target_copy)):
+        SpeculativeLM.from_pretrained(target_copy, drafter="prompt-lookup").chat(tokenizer).say(
+            "hello"
+        )
 
 
 @pytest.mark.parametrize("template", UNPARSED)
-def test_the_variables_of_a_template_that_cannot_be_parsed_are_refused(copied, template):
-    with refused(str(copied)):
-        variables_read(with_template(copied, template))
+def test_the_variables_of_a_template_that_cannot_be_parsed_are_refused(target_copy, template):
+    with refused(str(target_copy)):
+        variables_read(with_template(target_copy, template))
 
 
-def test_a_template_may_be_text(copied):
-    assert render(with_template(copied, "(" * 5000), MESSAGES) == "(" * 5000
+def test_a_template_may_be_text(target_copy):
+    assert render(with_template(target_copy, "(" * 5000), MESSAGES) == "(" * 5000
 
 
 ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -255,7 +259,7 @@ def adapter(target_folder, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["folder", "subfolder", "hub", "hub with a model", "gguf"])
-def test_a_model_that_an_adapter_names_is_not_opened(place, hub, adapter, copied):
+def test_a_model_that_an_adapter_names_is_not_opened(place, hub, adapter, target_copy):
     options = {}
     source = adapter
     if place == "subfolder":
@@ -266,7 +270,7 @@ def test_a_model_that_an_adapter_names_is_not_opened(place, hub, adapter, copied
         source = adapter / "model.gguf"
         source.write_bytes(b"GGUF")
     elif place != "folder":
-        paths = [*adapter.iterdir(), *(copied.iterdir() if "model" in place else ())]
+        paths = [*adapter.iterdir(), *(target_copy.iterdir() if "model" in place else ())]
         hub.repos["me/target"] = {path.name: path.read_bytes() for path in paths}
         hub.commits["me/target"] = ["0" * 40]
         source = "me/target"
@@ -280,31 +284,31 @@ def test_a_model_that_an_adapter_names_is_not_opened(place, hub, adapter, copied
     assert not any("other" in path for path in asked)
 
 
-def test_adapters_that_x_lora_names_are_not_opened(hub, copied, adapter):
-    shutil.copytree(adapter, copied, dirs_exist_ok=True)
+def test_adapters_that_x_lora_names_are_not_opened(hub, target_copy, adapter):
+    shutil.copytree(adapter, target_copy, dirs_exist_ok=True)
     named = {"peft_type": "XLORA", "hidden_size": 32, "adapters": {"0": "other/adapter"}}
-    edited(copied / "adapter_config.json", **named)
+    edited(target_copy / "adapter_config.json", **named)
     asked = []
     hub.trouble = lambda handler: asked.append(handler.path) or False
     with refused("adapter 'other/adapter'"):
-        Target.load(copied, torch.float32, "cpu")
-    (copied / "adapter_config.json").unlink()
-    target = Target.load(copied, torch.float32, "cpu")
+        Target.load(target_copy, torch.float32, "cpu")
+    (target_copy / "adapter_config.json").unlink()
+    target = Target.load(target_copy, torch.float32, "cpu")
     edited(adapter / "adapter_config.json", **named)
     with refused("'XLORA' LORA"):
         target.merge_adapter(adapter)
     assert not asked
 
 
-def test_an_adapter_in_its_models_own_folder_is_loaded_with_it(copied, adapter):
-    shutil.copytree(adapter, copied, dirs_exist_ok=True)
-    assert "default" in Target.load(copied, torch.float32, "cpu").model.peft_config
+def test_an_adapter_in_its_models_own_folder_is_loaded_with_it(target_copy, adapter):
+    shutil.copytree(adapter, target_copy, dirs_exist_ok=True)
+    assert "default" in Target.load(target_copy, torch.float32, "cpu").model.peft_config
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"adapters": 3}', "[" * 200_000, "\0"])
-def test_a_broken_config_of_an_adapter_is_named(copied, adapter, text):
+def test_a_broken_config_of_an_adapter_is_named(target_copy, adapter, text):
     (adapter / "adapter_config.json").write_text(text)
     with refused("target", str(adapter)):
         load_model(adapter, torch.float32, "cpu")
     with refused("adapter", str(adapter)):
-        Target.load(copied, torch.float32, "cpu").merge_adapter(adapter)
+        Target.load(target_copy, torch.float32, "cpu").merge_adapter(adapter)

@@ -195,14 +195,6 @@ def test_more_threads_than_cores_are_told_once(monkeypatch, tiny_target):
     assert not lacking(told, "4 threads 1 core torch.set_num_threads(1)")
 
 
-@pytest.fixture
-def moved_clock(monkeypatch):
-    """The clock by which calls are timed, in seconds; it stands still."""
-    now = [0.0]
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
-    return now
-
-
 @pytest.mark.parametrize(
     ("limit", "taken"),
     [
