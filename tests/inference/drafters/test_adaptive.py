@@ -147,7 +147,7 @@ def test_trees_that_do_not_go_together_are_refused(target):
     with refused("rules"):
         make_drafter(target, target, "chain:2|drawn:chain:2")
     heads = [head_for(target, "medusa", num_heads=3) for _ in range(2)]
-    with refused("same head"):
+    with refused("head"):
         AdaptiveDrafter([make_drafter(target, tree="chain:1", head=head) for head in heads])
     with refused("drafter"):
         AdaptiveDrafter([])

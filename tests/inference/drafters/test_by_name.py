@@ -190,7 +190,7 @@ def test_a_datastore_of_another_tokenizer_is_refused(
 
 
 def test_an_empty_corpus_is_refused(tmp_path):
-    with refused("corpus empty"):
+    with refused("corpus"):
         write_datastore(tmp_path, [[], []], "words")
 
 

@@ -519,7 +519,7 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(
 ):
     monkeypatch.setenv("CXX", compiler)
     target = random_target(KNOWN["llama"])
-    with warned("cpu_kernels.cpp slower"):
+    with warned("cpu_kernels.cpp"):
         lm = SpeculativeLM.from_pretrained(target, head_named(target, "eagle3"))
     assert type(target.engine) is ModelEngine
     with warnings.catch_warnings():

@@ -124,16 +124,19 @@ LENGTHS = {
     "across": (9, 40),
     "from the border": (BORDER, 20),
     "after it": (BORDER + 1, 20),
+    "up to it": (BORDER - 4, 12),
     "far beyond it": (2 * BORDER + 5, 40),
 }
 """Tokens of a prompt, and new ones."""
 
 
 @pytest.mark.versions
+@pytest.mark.parametrize("chunk", [7, 1024])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_text_is_that_of_generate_wherever_it_lies(name):
-    model = segmented(name)
-    target = Target(model)
+def test_a_text_is_that_of_generate_wherever_it_lies(name, chunk, monkeypatch):
+    """Prompts are read whole, or in pieces."""
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", chunk)
+    target = Target(segmented(name))
     forgets = name in REREAD and Version(tf.__version__) < Version("5.20")
     plain = []
     for where, (length, new_tokens) in LENGTHS.items():
@@ -146,15 +149,6 @@ def test_a_text_is_that_of_generate_wherever_it_lies(name):
         assert stats.acceptance_length > 1.3, where
         plain += [record.fallback for record in stats.rows[0]]
     assert ("segment_border" in plain) == (target.segments is not None) or forgets
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_long_prompt_that_is_read_in_pieces(name, monkeypatch):
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 7)
-    target = Target(segmented(name))
-    for length in (20, BORDER + 3, 2 * BORDER + 9):
-        prompt = prompt_of_length(length)
-        check_text(true_drafts(target, prompt, 12), prompt, 12)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -165,7 +165,7 @@ def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeyp
         for name in ("HEADSTART_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Path, "home", no_home)
-    with warned("kept") as told:
+    with warned("machine") as told:
         assert measured(2.5) == (2.5, True)
         assert measured(7.0) == (2.5, False)  # known as long as the process lives
         assert measured(7.0, "another") == (7.0, True)
