@@ -65,15 +65,11 @@ FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(
     ("dtype", "attention", "window"), pairs(FORMATS, ["sdpa", "eager"], [None, 3, 12, 300, 1000])
 )
-def test_known_models_pass_in_every_format(
-    dtype: torch.dtype, attention: str, window: int | None
-) -> None:
+def test_known_models_pass_in_every_format(dtype, attention, window):
     Target(mistral(window, dtype, attention)).check_decoding()
 
 
-def test_an_architecture_is_tried_once_a_machine(
-    nothing_measured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_is_tried_once_a_machine(nothing_measured, monkeypatch):
     tried = calls_of(monkeypatch, trial, "tree_difference")
     for _ in range(2):
         lm = SpeculativeLM.from_pretrained(mistral(None), drafter="prompt-lookup", compile=False)
@@ -91,9 +87,7 @@ def test_an_architecture_is_tried_once_a_machine(
     assert len(tried) == len(kept_trials(nothing_measured)) == 5
 
 
-def test_a_target_without_a_drafter_is_tried_at_its_first_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch):
     monkeypatch.setitem(
         model_engine.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible
     )
@@ -107,8 +101,8 @@ def test_a_target_without_a_drafter_is_tried_at_its_first_token(
     [(4, FORMATS[0]), (8, FORMATS[1]), (8, FORMATS[2]), (300, FORMATS[2]), (1000, FORMATS[1])],
 )
 def test_a_window_that_we_forget_is_refused_however_long_it_is(
-    monkeypatch: pytest.MonkeyPatch, nothing_measured: Path, window: int, dtype: torch.dtype
-) -> None:
+    monkeypatch, nothing_measured, window, dtype
+):
     """As of a model whose config does not call its layers sliding."""
     target = Target(mistral(window, dtype))
     target.attention_kinds = ("full_attention",)
@@ -120,9 +114,7 @@ def test_a_window_that_we_forget_is_refused_however_long_it_is(
 
 
 @pytest.mark.parametrize("window", [4, 300])
-def test_a_window_that_the_model_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
+def test_a_window_that_the_model_lacks_is_refused(monkeypatch, window):
     """As Moshi's, which its config has and its mask has not."""
     model = build_model(VOCAB, dtype=torch.float32)
     model.config.sliding_window = window
@@ -142,10 +134,10 @@ def wrapped_attention(model: Any, change: Any) -> Any:
     return model
 
 
-def test_positions_by_the_place_in_the_cache_are_refused() -> None:
+def test_positions_by_the_place_in_the_cache_are_refused():
     """As of a model with a bias by the distance of slots."""
 
-    def by_slot(named: dict[str, Any]) -> dict[str, Any]:
+    def by_slot(named):
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor):
             place_S = torch.arange(mask.shape[-1], dtype=torch.float32)
@@ -159,8 +151,8 @@ def test_positions_by_the_place_in_the_cache_are_refused() -> None:
 @pytest.mark.parametrize(
     "error", [RuntimeError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError]
 )
-def test_what_fails_in_the_model_is_a_refusal_by_name(error: type[Exception]) -> None:
-    def fail(named: dict[str, Any]) -> dict[str, Any]:
+def test_what_fails_in_the_model_is_a_refusal_by_name(error):
+    def fail(named):
         mask = named.get("attention_mask")
         # ours; its own is None or of booleans
         if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
@@ -171,10 +163,10 @@ def test_what_fails_in_the_model_is_a_refusal_by_name(error: type[Exception]) ->
         Target(wrapped_attention(mistral(None), fail)).check_decoding()
 
 
-def test_a_model_whose_own_generate_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_own_generate_fails_is_told(monkeypatch):
     model = mistral(None)
 
-    def generate(*given: Any, **named: Any) -> None:
+    def generate(*given, **named):
         raise KeyError("pixel_values")
 
     monkeypatch.setattr(model, "generate", generate)
@@ -182,8 +174,8 @@ def test_a_model_whose_own_generate_fails_is_told(monkeypatch: pytest.MonkeyPatc
         Target(model).check_decoding()
 
 
-def test_memory_that_runs_out_is_no_refusal(nothing_measured: Path) -> None:
-    def run_out(named: dict[str, Any]) -> dict[str, Any]:
+def test_memory_that_runs_out_is_no_refusal(nothing_measured):
+    def run_out(named):
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
@@ -193,15 +185,15 @@ def test_memory_that_runs_out_is_no_refusal(nothing_measured: Path) -> None:
 
 @pytest.mark.parametrize("planted", [0.0, float("nan")])
 def test_a_model_that_says_nothing_passes_and_is_not_kept_if_its_logits_are_not_finite(
-    nothing_measured: Path, planted: float
-) -> None:
+    nothing_measured, planted
+):
     model = mistral(None)
     model.lm_head.weight.data.fill_(planted)
     Target(model).check_decoding()
     assert len(kept_trials(nothing_measured)) == (planted == 0)
 
 
-def test_the_user_s_model_stays_as_it_is() -> None:
+def test_the_user_s_model_stays_as_it_is():
     """Windows are shortened in a copy, and the trial runs in eval mode without the caller's random
     numbers."""
     model = mistral(300).train()
@@ -216,15 +208,13 @@ def test_the_user_s_model_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 4, 8, 9, 16, 40])
-def test_few_positions_and_few_tokens_are_enough(positions: int) -> None:
+def test_few_positions_and_few_tokens_are_enough(positions):
     sizes = SMALL | {"max_position_embeddings": positions, "vocab_size": 3}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))
     Target(depending_on_text(model)).check_decoding()
 
 
-def test_a_model_that_counts_positions_by_its_cache_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_counts_positions_by_its_cache_is_refused(monkeypatch):
     """Where no check by name is made, too."""
     for module in ("targets.info", "targets.target_model"):
         monkeypatch.setattr(f"headstart.inference.{module}.counts_positions", lambda model: "")
