@@ -129,8 +129,8 @@ def test_weights_lie_in_the_shortest_format_that_holds_them_exactly(name, output
     assert torch.equal(unpacked(pack(nearly)), nearly)
 
 
-def centred(sign):
-    """Weights of GGUF that are centred on zero."""
+def centered(sign):
+    """Weights of GGUF that are centered on zero."""
     numbers = random_ids(16, 40, 2, 32, seed=2) - 8
     numbers[..., 0] = -8
     scale = sign * normal(40, 2, 1).abs().half().float()
@@ -144,7 +144,7 @@ def of_one_value():
     return weight
 
 
-@pytest.mark.parametrize("weight", [centred(1), centred(-1), of_one_value()])
+@pytest.mark.parametrize("weight", [centered(1), centered(-1), of_one_value()])
 def test_weights_of_few_steps_are_found(weight):
     packed = pack(weight)
     assert packed.format == "affine4"

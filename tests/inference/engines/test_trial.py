@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.engines import model_engine, trial
+from headstart.inference.engines import trial
 from headstart.inference.tuning import machine
 
 pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("nothing_measured")]
@@ -87,15 +87,6 @@ def test_an_architecture_is_tried_once_a_machine(nothing_measured, monkeypatch):
     assert len(tried) == len(kept_trials(nothing_measured)) == 5
 
 
-def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch):
-    monkeypatch.setitem(
-        model_engine.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible
-    )
-    lm = SpeculativeLM(Target(mistral(300)))
-    with refused("MistralForCausalLM drafts"):
-        generated(lm, PROMPT, max_new_tokens=4)
-
-
 @pytest.mark.parametrize(
     ("window", "dtype"),
     [(4, FORMATS[0]), (8, FORMATS[1]), (8, FORMATS[2]), (300, FORMATS[2]), (1000, FORMATS[1])],
@@ -114,12 +105,14 @@ def test_a_window_that_we_forget_is_refused_however_long_it_is(
 
 
 @pytest.mark.parametrize("window", [4, 300])
-def test_a_window_that_the_model_lacks_is_refused(monkeypatch, window):
-    """As Moshi's, which its config has and its mask has not."""
+def test_a_window_that_the_model_lacks_is_refused(window):
+    """As Moshi's, which its config has and its mask has not; without a drafter, too."""
     model = build_model(VOCAB, dtype=torch.float32)
     model.config.sliding_window = window
     with refused("LlamaForCausalLM logits generate"):
         Target(model).check_decoding()
+    with refused("LlamaForCausalLM logits generate"):
+        generated(SpeculativeLM(Target(model)), PROMPT, max_new_tokens=4)
 
 
 def wrapped_attention(model: Any, change: Any) -> Any:
