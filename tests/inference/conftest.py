@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from headstart.inference import SpeculativeLM, Target
+from headstart.inference.tuning import machine
 
 
 @pytest.fixture
@@ -19,3 +20,11 @@ def target(tiny_target: Callable[..., Target]) -> Target:
 def lookup(target: Target) -> SpeculativeLM:
     """It, with drafts by prompt lookup."""
     return SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
+
+
+@pytest.fixture
+def moved_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of all measurements, in seconds; it stands still."""
+    now = [0.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    return now

@@ -51,5 +51,5 @@ def clock(target: Target, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def medusa(target: Target) -> DraftHead:
+def medusa_head(target: Target) -> DraftHead:
     return head_for(target, "medusa", num_heads=3)

@@ -36,7 +36,7 @@ def adaptive_part(lm):
     return next((part for part in parts if isinstance(part, AdaptiveDrafter)), None)
 
 
-def stats_of(lm, tokens=ANSWER, start=1):
+def decoded_stats(lm, tokens=ANSWER, start=1):
     prompt = torch.tensor([start, 2, 3])
     return check_identity(lm, [prompt], max_new_tokens=tokens).stats
 
@@ -54,20 +54,20 @@ def test_a_useless_drafter_costs_no_more_than_three_percent(target, clock):
     lm = SpeculativeLM(target, AdaptiveDrafter([useless()], clock=clock))
     for start in range(5):
         before = clock.now
-        stats = stats_of(lm, start=start)
+        stats = decoded_stats(lm, start=start)
         assert clock.now - before <= 1.03 * (ANSWER - 1)
         assert stats.plain_rounds >= 0.95 * stats.rounds
     before = clock.now
-    assert stats_of(SpeculativeLM(target, Useless())).plain_rounds == 0
+    assert decoded_stats(SpeculativeLM(target, Useless())).plain_rounds == 0
     assert clock.now - before > 1.3 * (ANSWER - 1)
 
 
 def test_a_good_drafter_is_left_alone(target, clock):
     oracle = Oracle(TreeShape.chain(4), [truth_of(target, ANSWER)], VOCAB, wrong=0.0)
     lm = SpeculativeLM(target, AdaptiveDrafter([oracle], clock=clock))
-    stats_of(lm)
+    decoded_stats(lm)
     before = clock.now
-    assert stats_of(lm).plain_rounds <= 2
+    assert decoded_stats(lm).plain_rounds <= 2
     assert clock.now - before < 0.31 * (ANSWER - 1)
 
 
@@ -80,7 +80,7 @@ def test_a_drafter_that_becomes_good_is_found(target, clock):
             return super().propose(roots_B)
 
     late = Late(TreeShape.chain(4), [truth_of(target, 4 * ANSWER)], VOCAB, wrong=1.0)
-    stats_of(SpeculativeLM(target, AdaptiveDrafter([late], clock=clock)), 4 * ANSWER)
+    decoded_stats(SpeculativeLM(target, AdaptiveDrafter([late], clock=clock)), 4 * ANSWER)
     assert clock.now < 0.7 * 4 * ANSWER
 
 
@@ -106,32 +106,34 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
 def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
     drafter = AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock)
     lm = SpeculativeLM(target, drafter)
-    stats_of(lm)
+    decoded_stats(lm)
     greedy = drafter.records[False, 1]
     generated(lm, PROMPT[None], do_sample=True, max_new_tokens=30)
     assert drafter.records[False, 1].candidates == greedy.candidates
     assert drafter.records[True, 1].candidates != greedy.candidates
 
 
-def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target, medusa):
+def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target, medusa_head):
     for options in (
-        {"head": medusa},
-        {"head": medusa, "tree": "chain:2"},
+        {"head": medusa_head},
+        {"head": medusa_head, "tree": "chain:2"},
         {"drafter": other_model(target)},
         {"drafter": Useless()},
     ):
         assert adaptive_part(SpeculativeLM.from_pretrained(target, **options))
         off = SpeculativeLM.from_pretrained(target, adaptive=False, **options)
         assert adaptive_part(off) is None
-        assert stats_of(off, 20).plain_rounds == 0
-    several = SpeculativeLM.from_pretrained(target, medusa, tree="chain:1|chain:3", adaptive=False)
-    assert stats_of(several, 40).plain_rounds == 0
+        assert decoded_stats(off, 20).plain_rounds == 0
+    several = SpeculativeLM.from_pretrained(
+        target, medusa_head, tree="chain:1|chain:3", adaptive=False
+    )
+    assert decoded_stats(several, 40).plain_rounds == 0
     own = AdaptiveDrafter([useless()])
     assert SpeculativeLM.from_pretrained(target, drafter=own).drafter is own
 
 
-def test_trees_of_one_head_share_its_state_and_have_room_in_it(target, medusa):
-    drafter = make_drafter(target, tree="chain:1|branch:2x2x1", head=medusa)
+def test_trees_of_one_head_share_its_state_and_have_room_in_it(target, medusa_head):
+    drafter = make_drafter(target, tree="chain:1|branch:2x2x1", head=medusa_head)
     state, other = [tree.model_state for tree in drafter.trees]
     assert state is other and not state.lazy
     assert (state.depth, state.expanded) == (3, 7)
@@ -145,7 +147,7 @@ def test_trees_that_do_not_go_together_are_refused(target):
     with refused("rules"):
         make_drafter(target, target, "chain:2|drawn:chain:2")
     heads = [head_for(target, "medusa", num_heads=3) for _ in range(2)]
-    with refused("same head"):
+    with refused("head"):
         AdaptiveDrafter([make_drafter(target, tree="chain:1", head=head) for head in heads])
     with refused("drafter"):
         AdaptiveDrafter([])
@@ -201,4 +203,4 @@ def test_of_drawn_trees_sampling_takes_the_first_each_round(target, tree):
         outputs.append(generated(decoder, PROMPT[None], **settings))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert outputs[0].stats.plain_rounds == 0
-    assert stats_of(lm, 60).plain_rounds > 0
+    assert decoded_stats(lm, 60).plain_rounds > 0

@@ -122,7 +122,7 @@ def of_size(tree, size):
         (lambda root: one_row_tree([root, -1], [-1, 0], 1), f"node 1 token -1 {VOCAB}"),
         (lambda root: one_row_tree([root] * 9, range(-1, 8), 8), "9 nodes max_nodes 8"),
         (lambda root: one_row_tree([root, 1, 2], [-1, 2, 0], 2), "node 1 parent 2"),
-        (lambda root: one_row_tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "node 0 newest token"),
+        (lambda root: one_row_tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "node 0 token"),
         (lambda root: one_row_tree([root, 1, 2], [-1, 0, 1], 1), "2 3 nodes max_depth 1"),
         (lambda root: one_row_tree([root, 1, 1], [-1, 0, 0], 1), "children node 0 token"),
         (lambda root: one_row_tree([root], [-1], 3), "0 1 nodes max_depth 3"),

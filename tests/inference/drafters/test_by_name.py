@@ -39,7 +39,7 @@ def corpus():
     return [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 40))] for _ in range(30)]
 
 
-def drafter_of(word, target):
+def drafter_by_word(word, target):
     """By a word of the command line, or what needs a file or a model."""
     if word == "model":
         return make_drafter(target, other_model(target))
@@ -112,17 +112,6 @@ def test_a_drafter_is_an_object_in_python_and_text_on_a_command_line(text, spec)
     assert drafter_spec(text) == spec
 
 
-def test_a_spec_drafts_what_its_text_does(target):
-    prompt = torch.tensor([[1, 2, 3, 1, 2]])
-    rounds = []
-    for drafter in (History(nodes=5, earlier=False), "prompt-lookup:5"):
-        lm = SpeculativeLM.from_pretrained(target, drafter=drafter, adaptive=False)
-        rounds.append(generated(lm, prompt, max_new_tokens=15).stats.rounds)
-    assert rounds[0] == rounds[1]
-    with refused("History( 'chain:3'"):
-        SpeculativeLM.from_pretrained(target, drafter=History(), tree="chain:3")
-
-
 def test_several_trees_are_a_list_of_objects_or_text(target):
     objects = [TreeShape.chain(2), DynamicShape(6, 2, 2)]
     for trees, text in ((objects, "chain:2|dynamic:6:2:2"), (objects[:1], "chain:2")):
@@ -135,7 +124,7 @@ def test_several_trees_are_a_list_of_objects_or_text(target):
 @pytest.mark.parametrize("word", ["prompt-lookup", "retrieval"])
 def test_what_is_looked_up_in_is_the_whole_text(target, word):
     """From the prompt's first token on, prompts of one token too."""
-    lm = SpeculativeLM(target, drafter_of(word, target))
+    lm = SpeculativeLM(target, drafter_by_word(word, target))
     for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
         written = generated(lm, torch.tensor([prompt]), max_new_tokens=15).sequences[0].tolist()
         text = lm.drafter.rows[0].text
@@ -152,7 +141,7 @@ def test_a_fresh_drafter_is_independent(target, word):
             return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
         return [row.text.last(99) for row in drafter.rows]
 
-    drafter = drafter_of(word, target)
+    drafter = drafter_by_word(word, target)
     generated(SpeculativeLM(target, drafter), torch.tensor([[1, 2, 3]]), max_new_tokens=5)
     before = state(drafter)
     generated(SpeculativeLM(target, drafter.fresh()), torch.tensor([[9]]), max_new_tokens=5)
@@ -201,7 +190,7 @@ def test_a_datastore_of_another_tokenizer_is_refused(
 
 
 def test_an_empty_corpus_is_refused(tmp_path):
-    with refused("corpus empty"):
+    with refused("corpus"):
         write_datastore(tmp_path, [[], []], "words")
 
 
@@ -289,13 +278,13 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tokenizer_hash, tmp
     ids=lambda tree: str(tree)[:30],
 )
 def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(
-    target, medusa, tree, tmp_path, monkeypatch
+    target, medusa_head, tree, tmp_path, monkeypatch
 ):
     """A stranger wrote it; nothing is read or allocated for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tree.json").write_text("[[0]]")
     folder = str(tmp_path / "head")
-    save_head(medusa, folder, CheckpointMetadata(tree=tree))
+    save_head(medusa_head, folder, CheckpointMetadata(tree=tree))
     began = time.monotonic()
     for given in (folder, load_head(folder)[0]):
         with refused("tree config.json"):

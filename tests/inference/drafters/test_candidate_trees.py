@@ -61,10 +61,10 @@ def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_t
     assert (chain.depth, chain.threshold) == (4, pytest.approx(0.15))
 
 
-def test_a_tree_of_another_machine_is_only_a_hint(medusa):
+def test_a_tree_of_another_machine_is_only_a_hint(medusa_head):
     metadata = CheckpointMetadata(tree="chain:2", measured={"fastest": {"here": "chain:3"}})
-    assert auto_trees(medusa, metadata, "here", ASSUMED) == [TreeShape.chain(3)]
-    assert TreeShape.chain(3) not in auto_trees(medusa, metadata, "elsewhere", ASSUMED)
+    assert auto_trees(medusa_head, metadata, "here", ASSUMED) == [TreeShape.chain(3)]
+    assert TreeShape.chain(3) not in auto_trees(medusa_head, metadata, "elsewhere", ASSUMED)
 
 
 def test_expected_lengths_are_those_of_the_model():

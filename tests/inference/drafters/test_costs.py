@@ -74,7 +74,7 @@ def eager(target):
     return target
 
 
-def recorded(target):
+def as_recorded(target):
     target.engine.name = "cuda graphs"
     return target
 
@@ -88,7 +88,7 @@ def recorded(target):
         (lambda build: build(head_dim=16), None, 1),
         (lambda build: build(dtype=torch.bfloat16), None, 1),
         (lambda build: eager(build()), None, 1),
-        (lambda build: recorded(build()), None, 1),
+        (lambda build: as_recorded(build()), None, 1),
         (lambda build: build(), {"num_heads": 1}, 1),
         (lambda build: build(), {"num_layers": 2}, 1),
         (lambda build: build(), {"kind": "eagle"}, 1),
@@ -153,14 +153,6 @@ def test_costs_that_cannot_be_are_measured_anew(tiny_target, nothing_measured, k
     found = measured_costs(target)
     assert tuple(found.forward) == SIZES
     assert found.forward[1] < TABLE.forward[1]
-
-
-@pytest.fixture
-def moved_clock(monkeypatch):
-    """The clock of all measurements, in seconds; it stands still."""
-    now = [0.0]
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
-    return now
 
 
 def slowed(monkeypatch, owner, name, clock, seconds):

@@ -124,9 +124,9 @@ def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
     assert rounds[False][0] == rounds[False][1] == rounds[True][0]
 
 
-def test_no_text_leaves_the_process(target, medusa):
+def test_no_text_leaves_the_process(target, medusa_head):
     """No file is opened for writing and nothing is sent while answers are given and searched."""
-    lm = SpeculativeLM.from_pretrained(target, medusa)
+    lm = SpeculativeLM.from_pretrained(target, medusa_head)
     generated(
         lm, PROMPT, max_new_tokens=20
     )  # imports what is imported late, whose bytecode is written
@@ -158,15 +158,15 @@ def test_large_batches_are_not_searched(target, monkeypatch):
     assert few.stats.acceptance_length > 1 == many.stats.acceptance_length
 
 
-def test_a_lossy_rule_sees_no_earlier_answers(target, medusa):
+def test_a_lossy_rule_sees_no_earlier_answers(target, medusa_head):
     """There drafts may change the text."""
-    lm = SpeculativeLM.from_pretrained(target, medusa, acceptance="typical", lossy=True)
+    lm = SpeculativeLM.from_pretrained(target, medusa_head, acceptance="typical", lossy=True)
     assert lm.drafter.earlier is None
-    assert SpeculativeLM.from_pretrained(target, medusa).drafter.earlier is not None
+    assert SpeculativeLM.from_pretrained(target, medusa_head).drafter.earlier is not None
 
 
-def test_trees_of_single_calls_search_the_same_answers(target, medusa):
-    lm = SpeculativeLM.from_pretrained(target, medusa)
+def test_trees_of_single_calls_search_the_same_answers(target, medusa_head):
+    lm = SpeculativeLM.from_pretrained(target, medusa_head)
     for tree in ("chain:2", "chain:1", "chain:2", None):
         generated(lm, PROMPT, tree=tree, max_new_tokens=10)
     assert lm.drafter.earlier.end > 10
@@ -247,11 +247,11 @@ def noted_drafts(chain, text_length):
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_head_reads_what_a_history_wrote(target, medusa, lazy):
+def test_a_head_reads_what_a_history_wrote(target, medusa_head, lazy):
     """Its drafts afterwards are those that it makes after the same text read as a prompt."""
     settings = {"no_repeat_ngram_size": 2}  # so that the text does not go round in circles
     options = {"tree": "chain:3", "adaptive": False}
-    lm = SpeculativeLM.from_pretrained(target, medusa, drafter="history:4:3", **options)
+    lm = SpeculativeLM.from_pretrained(target, medusa_head, drafter="history:4:3", **options)
     lm.drafter.other.model_state.lazy = lazy
     text = generated(lm, PROMPT, max_new_tokens=60, **settings).sequences
     assert len(set(text[0, 26:].tolist())) > 5
@@ -261,7 +261,7 @@ def test_a_head_reads_what_a_history_wrote(target, medusa, lazy):
     drafts = noted_drafts(lm.drafter.other, lambda: lm.drafter.rows[0].text.end)
     assert torch.equal(generated(lm, PROMPT, max_new_tokens=60, **settings).sequences, text)
     assert drafts[0][0] > 20 and len(drafts) > 2
-    alone = SpeculativeLM.from_pretrained(target, medusa, **options)
+    alone = SpeculativeLM.from_pretrained(target, medusa_head, **options)
     expected = noted_drafts(alone.drafter, lambda: None)
     for length, tokens in drafts:
         expected.clear()
@@ -270,12 +270,12 @@ def test_a_head_reads_what_a_history_wrote(target, medusa, lazy):
         assert expected[0] == (None, tokens)
 
 
-def test_what_does_not_fit_is_refused(target, medusa):
+def test_what_does_not_fit_is_refused(target, medusa_head):
     with refused("2 nodes"):
         HistoryDrafter(nodes=1)
     with refused("top-k"):
         HistoryDrafter(other=make_drafter(target, target, "drawn:chain:2"))
     with refused("history prompt-lookup retrieval"):
-        SpeculativeLM.from_pretrained(target, medusa, drafter="model:small")
-    sampled = SpeculativeLM.from_pretrained(target, medusa, tree="drawn:chain:2")
+        SpeculativeLM.from_pretrained(target, medusa_head, drafter="model:small")
+    sampled = SpeculativeLM.from_pretrained(target, medusa_head, tree="drawn:chain:2")
     assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())

@@ -43,7 +43,7 @@ def steps_of(
     return Record(candidates, plain, last=last, **more)
 
 
-def example(idle: float) -> Record:
+def documented_example(idle: float) -> Record:
     """The example of the docstring of `choose`, in plain steps."""
     return steps_of(timed(1.0, 1.0), timed(1.5, 2.4), timed(1.2, 1.5, idle), last=TREE)
 
@@ -66,8 +66,8 @@ CHOICES = {
         Choice(OTHER, True),
     ),
     # probes
-    "the example, too early": (example(300.0), Choice(TREE)),
-    "the example, 40 tokens later": (example(340.0), Choice(OTHER, True)),
+    "the example, too early": (documented_example(300.0), Choice(TREE)),
+    "the example, 40 tokens later": (documented_example(340.0), Choice(OTHER, True)),
     "plain steps are probed, too": (
         steps_of(timed(1.0, 1.0, 241.0), GOOD, last=TREE),
         Choice(PLAIN, True),
@@ -142,7 +142,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("known", "choice"), CHOICES.values(), ids=CHOICES)
-def test_the_next_step_follows_from_what_was_measured(known: Record, choice: Choice) -> None:
+def test_the_next_step_follows_from_what_was_measured(known, choice):
     assert choose(known) == choice
 
 
@@ -163,18 +163,16 @@ CREDITS = {
 @pytest.mark.parametrize(
     ("known", "choice", "seconds", "tokens", "credit"), CREDITS.values(), ids=CREDITS
 )
-def test_credit_is_what_drafts_may_lose(
-    known: Record, choice: Choice, seconds: float, tokens: float, credit: float
-) -> None:
+def test_credit_is_what_drafts_may_lose(known, choice, seconds, tokens, credit):
     assert after_step(known, choice, seconds, tokens).credit == pytest.approx(credit)
 
 
-def test_gains_of_an_answer_are_not_lost_in_the_next() -> None:
+def test_gains_of_an_answer_are_not_lost_in_the_next():
     assert answer_begins(steps_of(STEP, GOOD, credit=50.0)).credit == CREDIT
     assert answer_begins(steps_of(STEP, GOOD, credit=-1.0)).credit == -1.0
 
 
-def test_a_step_is_averaged_timed_and_counted() -> None:
+def test_a_step_is_averaged_timed_and_counted():
     known = steps_of(untimed(1.0, 1.0), untimed(1.5, 2.0), untimed(3.0, 2.0))
     known = after_step(known, Choice(TREE, True), 20.0, 4.0)
     assert known.candidates[TREE].tokens == 3.0, "what was expected counts as one step"
@@ -194,7 +192,7 @@ def test_a_step_is_averaged_timed_and_counted() -> None:
     assert len(known.candidates[TREE].timed) == 2 * PROBE_STEPS - 1
 
 
-def test_at_another_number_of_rows_what_was_measured_is_expected() -> None:
+def test_at_another_number_of_rows_what_was_measured_is_expected():
     there = for_other_rows(
         steps_of(timed(2.0, 1.0), timed(3.0, 2.4), untimed(4.0, 2.0), credit=2.0)
     )
@@ -204,7 +202,7 @@ def test_at_another_number_of_rows_what_was_measured_is_expected() -> None:
     assert choose(there) == Choice(TREE, True)
 
 
-def test_the_candidate_that_is_expected_to_emit_one_token_is_a_plain_step() -> None:
+def test_the_candidate_that_is_expected_to_emit_one_token_is_a_plain_step():
     assert expected_record([1.0, 1.0, 1.5], [1.0, 1.0, 2.0], 0).plain == 0, "and not the root alone"
     assert expected_record([1.5, 1.8], [1.5, 2.0], None).plain is None
 
@@ -241,7 +239,7 @@ def never(candidate: int, written: int) -> int:
 
 
 @pytest.mark.parametrize("cost", [1.2, 2.0, 5.0])
-def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: float) -> None:
+def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost):
     tokens = 20_000
     known = expected_record([1.0, cost], [1.0, 2.0], 0)
     _, seconds, steps = simulated_answer(known, [1.0, cost], never, tokens)
@@ -249,7 +247,7 @@ def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: flo
     assert steps.count(TREE) * (cost - 1) >= 0.5 * PROBE_SHARE * tokens
 
 
-def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up() -> None:
+def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up():
     """Each rejected step of a tree that costs two plain steps loses one token."""
     known = expected_record([1.0, 2.0], [1.0, 2.2], 0)
     known, _, _ = simulated_answer(known, [1.0, 2.0], lambda *_: 4, 600)
@@ -262,9 +260,7 @@ def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 @pytest.mark.parametrize(("tokens", "ideal"), [(3, 0.5), (1, 1.0)])
-def test_a_machine_that_changes_its_speed_is_measured_anew(
-    factor: float, tokens: int, ideal: float
-) -> None:
+def test_a_machine_that_changes_its_speed_is_measured_anew(factor, tokens, ideal):
     known = expected_record([1.0, 1.5], [1.0, 2.0], 0)
     for speed in (1.0, factor, factor):
         costs = [speed, 1.5 * speed]
@@ -274,7 +270,7 @@ def test_a_machine_that_changes_its_speed_is_measured_anew(
 
 @pytest.mark.parametrize("when", [0, 1, 2, 5, 40])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_pause_does_not_decide(when: int, tokens: int) -> None:
+def test_a_pause_does_not_decide(when, tokens):
     """One step takes fifty times as long, whichever it is."""
     known = expected_record([1.0, 1.5], [1.0, 2.0], 0)
     steps = []
@@ -290,7 +286,7 @@ def test_a_pause_does_not_decide(when: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("cost", [1.2, 1.5, 2.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_answer_is_slower_than_0_95_of_plain_steps(cost: float, seed: int) -> None:
+def test_no_answer_is_slower_than_0_95_of_plain_steps(cost, seed):
     """In each third of an answer drafts are accepted with another chance: never, or nearly always.
 
     The first answer, in which all candidates are new, is left out.
@@ -302,7 +298,7 @@ def test_no_answer_is_slower_than_0_95_of_plain_steps(cost: float, seed: int) ->
     for _ in range(25):
         rates = [chance.choice([0.0, 0.0, 0.3, 0.6, 0.9]) for _ in range(3)]
 
-        def emits(candidate: int, written: int, rates: list[float] = rates) -> int:
+        def emits(candidate, written, rates=rates):
             count = 1
             while count <= 2 * candidate and chance.random() < rates[written // 43]:
                 count += 1

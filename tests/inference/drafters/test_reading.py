@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import check_identity, generated, one_row_tree, random_ids
-from torch import Tensor
 
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import adaptive
@@ -24,7 +23,7 @@ from headstart.inference.tuning.round_costs import RoundCosts
 VOCAB = 20
 
 
-def test_how_long_answers_are_is_learned() -> None:
+def test_how_long_answers_are_is_learned():
     answers = AnswerLengths()
     assert answers.expected(2000) == 2000
     for _ in range(5):
@@ -37,11 +36,11 @@ def test_how_long_answers_are_is_learned() -> None:
     assert cut.expected(256) == 256, "answers that were cut tell nothing of their ends"
 
 
-def test_of_rejected_drafts_nothing_is_read_later() -> None:
+def test_of_rejected_drafts_nothing_is_read_later():
     """Another drafter drafted two tokens in each of three rounds, and none was accepted."""
     read: list[list[int]] = []
 
-    def observe(state: Any, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> Any:
+    def observe(state, features_BAF, tokens_BA, lengths_B):
         read.append(tokens_BA[0, : int(lengths_B)].tolist())
         return state
 
@@ -72,9 +71,7 @@ COSTS = RoundCosts({1: 1.0, 2: 1.1}, draft=0.0, reading=0.1)
 
 
 @pytest.mark.parametrize(("tokens", "reads"), [(8, False), (128, True)])
-def test_a_long_prompt_is_read_for_long_answers_alone(
-    target: Target, clock: Any, tokens: int, reads: bool
-) -> None:
+def test_a_long_prompt_is_read_for_long_answers_alone(target, clock, tokens, reads):
     """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a
     token."""
     clock.reading = 0.1
@@ -86,7 +83,7 @@ def test_a_long_prompt_is_read_for_long_answers_alone(
     assert (clock.read > 0) == reads
 
 
-def test_what_reading_took_is_remembered(target: Target, clock: Any) -> None:
+def test_what_reading_took_is_remembered(target, clock):
     """Expected to cost nothing, and far too dear: one prompt is read, and no more."""
     clock.reading = 1.0
     lm = of_itself(target, clock, RoundCosts({1: 1.0, 2: 1.1}, draft=0.0))
@@ -98,7 +95,7 @@ def test_what_reading_took_is_remembered(target: Target, clock: Any) -> None:
     assert read[-1] == read[0]
 
 
-def test_answers_that_end_early_earn_less(target: Target, clock: Any) -> None:
+def test_answers_that_end_early_earn_less(target, clock):
     """The limit is 500 tokens; after answers of twenty no prompt is read whose reading costs as
     much."""
     clock.reading = 0.1
@@ -113,9 +110,7 @@ def test_answers_that_end_early_earn_less(target: Target, clock: Any) -> None:
     assert read[-1] == read[2]
 
 
-def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
-    target: Target, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(target, clock, monkeypatch):
     """A head reads both prompts and the answer between them, when it drafts in the second turn."""
     lm = of_itself(target, clock)
     chosen = 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import accepted, calls_of, check_identity, generated, head_for, random_ids
 from messages import refused
-from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.heads.layers import draft_cache
@@ -47,9 +46,9 @@ PROMPTS = random_ids(VOCAB, 102, seed=1).split((3, 40, 11, 6, 25, 17))
 
 @CASES
 def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
-    tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def drafted(lm: SpeculativeLM) -> list[list[int]]:
+    tree, slots, target, monkeypatch
+):
+    def drafted(lm):
         return accepted(check_identity(lm, PROMPTS, max_batch_size=slots, **SETTINGS))
 
     found = []
@@ -65,14 +64,12 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     assert drafted(lm) != found[0], "the window hides nothing"
 
 
-def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target, monkeypatch):
     commit_at_most(monkeypatch, 4)
     widest: list[int] = []
     attend = draft_cache.KVEntries.attend
 
-    def watched(kv: draft_cache.KVEntries, *given: Any) -> Tensor:
+    def watched(kv, *given):
         widest.append(kv.mask_BTS.shape[-1])
         return attend(kv, *given)
 
@@ -87,9 +84,7 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
 
 
 @CASES
-def test_a_head_with_a_window_reads_no_more_than_it_sees(
-    tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_with_a_window_reads_no_more_than_it_sees(tree, slots, target, monkeypatch):
     """It drafts as after the whole prompt."""
     read = calls_of(monkeypatch, DraftModelState, "read")
     lm = SpeculativeLM.from_pretrained(target, windowed_head(target), tree=tree, adaptive=False)
@@ -104,7 +99,7 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     assert drafts[0] == drafts[1]
 
 
-def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target) -> None:
+def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target):
     """Turns that go on, that go back to before what was read, and that go on again."""
     lm = SpeculativeLM.from_pretrained(
         target, windowed_head(target), tree="chain:2", adaptive=False
@@ -118,6 +113,6 @@ def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Ta
 
 
 @pytest.mark.parametrize("window", [0, 2])
-def test_a_window_shorter_than_a_draft_is_refused(window: int, target: Target) -> None:
+def test_a_window_shorter_than_a_draft_is_refused(window, target):
     with refused("sliding_window", str(window), "depth 3"):
         windowed_head(target, window)

@@ -1,12 +1,13 @@
 """The attention that the target's layers are given: a model is left as it was, and asked in its own
 words."""
 
-import copy
 import threading
 
 import pytest
 import torch
-from helpers import build_model, check_identity, pairs
+from accelerate import dispatch_model
+from helpers import build_model, check_identity, generated, pairs
+from messages import refused
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
@@ -22,7 +23,7 @@ SIZE, SLOTS = 8, 23
 def test_what_it_does_not_do_is_refused():
     states = torch.randn(1, 2, 3, 8)
     attend = TreeAttention()
-    with pytest.raises(ValueError, match="Linear asks for softcap"):
+    with refused("Linear softcap"):
         attend(torch.nn.Linear(1, 1), states, states, states, attend.of_prompt(3, 3), softcap=50.0)
 
 
@@ -31,15 +32,12 @@ def test_a_mask_that_is_not_ours_gets_transformers_own():
     head."""
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 3, True
-    query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    query = torch.randn(1, 6, 5, 8)
+    key, value = torch.randn(2, 1, 2, 5, 8)
     config = LlamaConfig(attn_implementation="sdpa")
-    text = {
-        "config": config,
-        "inputs_embeds": torch.zeros(1, 5, 8),
-        "past_key_values": None,
-        "position_ids": None,
-    }
-    for mask in (None, create_causal_mask(attention_mask=torch.tensor([[0, 0, 1, 1, 1]]), **text)):
+    padded = torch.tensor([[0, 0, 1, 1, 1]])
+    text = {"inputs_embeds": torch.zeros(1, 5, 8), "past_key_values": None, "position_ids": None}
+    for mask in (None, create_causal_mask(config, attention_mask=padded, **text)):
         attended, _ = TreeAttention()(module, query, key, value, mask)
         assert torch.equal(attended, sdpa_attention_forward(module, query, key, value, mask)[0])
 
@@ -63,22 +61,24 @@ def test_a_hook_and_another_thread_see_the_model_as_it_was(tiny_target):
     prompt = torch.arange(1, 9)[None]
     settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     expected = target.model.generate(prompt, **settings)
-    seen, written = set(), []
+    seen = set()
+    written = []
+
+    def generate():
+        written.append(target.model.generate(prompt, **settings))
 
     def look(module, *_):
         seen.add((module.config._attn_implementation, target.model.config._attn_implementation))
         if not written:
             written.append(None)
-            thread = threading.Thread(
-                target=lambda: written.append(target.model.generate(prompt, **settings))
-            )
+            thread = threading.Thread(target=generate)
             thread.start()
             thread.join()
 
-    handle = target.model.model.layers[0].self_attn.register_forward_hook(look)
+    target.model.model.layers[0].self_attn.register_forward_hook(look)
     assert torch.equal(SpeculativeLM(target).generate(prompt, **settings).sequences, expected)
-    handle.remove()
-    assert seen == {("sdpa", "sdpa")} and torch.equal(written[1], expected)
+    assert seen == {("sdpa", "sdpa")}
+    assert torch.equal(written[1], expected)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,8 @@ def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
     bytes."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": groups}
     target = Target(build_model(64, dtype=torch.bfloat16, **heads))
-    offsets, attend = set(), torch.nn.functional.scaled_dot_product_attention
+    offsets = set()
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def looked_at(query, key, value, attn_mask=None, *rest, **named):
         if attn_mask is not None:
@@ -114,22 +115,18 @@ def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
         return attend(query, key, value, attn_mask, *rest, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
-    lm, past, text = SpeculativeLM(target), Conversation(), torch.arange(21)[None]
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    lm = SpeculativeLM(target)
+    past = Conversation()
+    text = torch.arange(21)[None]
     for more in (5, 6, 7, 300):
-        mask = torch.ones_like(text)
-        written = lm.generate(text, attention_mask=mask, past_key_values=past, **settings).sequences
+        written = generated(lm, text, max_new_tokens=6, past_key_values=past).sequences
         text = torch.cat([written, torch.arange(more)[None] % 64], dim=1)
     assert offsets == {0}
 
 
 def test_a_model_whose_layers_have_hooks_that_move_inputs(tiny_target):
-    target = tiny_target()
-    from accelerate import dispatch_model
-
-    hooked = dispatch_model(
-        copy.deepcopy(target.model), {"": "cpu"}, main_device="cpu", force_hooks=True
-    )
+    model = tiny_target().model
+    hooked = dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
     for compile in (False, True):
         lm = SpeculativeLM.from_pretrained(
             Target(hooked), drafter="prompt-lookup", compile=compile, adaptive=False

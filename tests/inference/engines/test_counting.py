@@ -6,14 +6,13 @@ That their texts are those of `generate` is in tests/census.
 from __future__ import annotations
 
 import pytest
-import torch
-from helpers import Oracle, check_identity, written_alone
+from helpers import Oracle, check_identity, random_ids, written_alone
 from tiny_models import POSITIONS, VOCAB, tiny_model
 
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
-TEXT = torch.randint(1, VOCAB, (POSITIONS + 20,), generator=torch.Generator().manual_seed(0))
+TEXT = random_ids(VOCAB, POSITIONS + 20, first=1)
 
 
 @pytest.mark.parametrize("name", ["bart", "gpt_neo"])

@@ -18,7 +18,6 @@ from headstart.inference import SpeculativeLM, Target, custom_generate
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 from headstart.inference.targets import dtypes
 from headstart.inference.targets.dtypes import chosen_dtype, dtype_named, fits, own_dtype
-from headstart.inference.tuning import machine
 
 CPU, GPU, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 TIME_OVER_FLOAT32 = dtypes.time_over_float32
@@ -66,7 +65,7 @@ def checkpoint(tmp_path_factory):
     return folders
 
 
-def loaded(folder, **options):
+def dtype_of_loaded(folder, **options):
     """The dtype of a target on the CPU, loaded by itself and by a decoder."""
     target = Target.from_pretrained(folder, device_map="cpu", **options)
     lm = SpeculativeLM.from_pretrained(folder, device_map="cpu", **options)
@@ -93,7 +92,7 @@ def test_the_fastest_that_is_right_is_taken(checkpoint, taken, own, ratios, expe
         warnings.simplefilter("error")
         for _ in range(2):
             assert chosen_dtype("fastest", checkpoint[own], CPU) == expected
-            assert loaded(checkpoint[own]) == expected
+            assert dtype_of_loaded(checkpoint[own]) == expected
     assert timed == list(ratios)  # once
 
 
@@ -101,7 +100,7 @@ def test_the_fastest_that_is_right_is_taken(checkpoint, taken, own, ratios, expe
 def test_auto_is_what_transformers_takes(checkpoint, taken, name):
     timed = taken({BF16: 9.0, F16: 9.0})
     expected = AutoModelForCausalLM.from_pretrained(checkpoint[name], dtype="auto").dtype
-    assert loaded(checkpoint[name], dtype="auto") == expected
+    assert dtype_of_loaded(checkpoint[name], dtype="auto") == expected
     assert expected == {"silent": F32, "silent bfloat16": BF16}.get(name, name) and timed == []
 
 
@@ -227,19 +226,17 @@ def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, 
     assert not lacking(found, "'float32' 'bfloat16'")
 
 
-def test_the_probe_says_which_products_take_longer(monkeypatch):
+def test_the_probe_says_which_products_take_longer(monkeypatch, moved_clock):
     """By a clock that the products move."""
-    clock = [0.0]
     seen = []
 
     def linear(rows, weight):
         assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
         seen.append((weight.dtype, len(rows)))
         # In bfloat16 one row is twice as fast, and eight are four times as slow.
-        clock[0] += {(F32, 1): 1.0, (F32, 8): 2.0, (BF16, 1): 0.5, (BF16, 8): 8.0}[seen[-1]]
+        moved_clock[0] += {(F32, 1): 1.0, (F32, 8): 2.0, (BF16, 1): 0.5, (BF16, 8): 8.0}[seen[-1]]
         return torch.ones(len(rows), len(weight), dtype=rows.dtype)
 
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(dtypes.F, "linear", linear)
     assert TIME_OVER_FLOAT32(BF16) == pytest.approx(8.5 / 3)
     assert set(seen) == {(dtype, rows) for dtype in (F32, BF16) for rows in (1, 8)}

@@ -49,13 +49,13 @@ def llama(**options: Any) -> tf.LlamaForCausalLM:
         ({"sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 5.0}),
     ],
 )
-def test_the_rotary_embedding_is_that_of_full_attention(rope: Any, found: dict[str, Any]) -> None:
+def test_the_rotary_embedding_is_that_of_full_attention(rope, found):
     config = tf.LlamaConfig(**SMALL)
     config.rope_parameters = rope
     assert rope_of(config) == found
 
 
-def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
+def test_facts_that_differ_by_layer_are_the_first_layers():
     assert layer_fact(SimpleNamespace(intermediate_size=[24, 48]), "intermediate_size") == 24
     assert layer_fact(SimpleNamespace(), "intermediate_size") is None
     if "gemma4_text" not in tiny_models.causal_types():
@@ -64,7 +64,7 @@ def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
     assert Target(gemma).info.head_dim == tiny_models.HEAD
 
 
-def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class() -> None:
+def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class():
     attention = tiny_models.tiny_model("granitemoehybrid@attention-only", 1.0)
     assert attention._is_stateful
     assert not keeps_states(attention)
@@ -72,13 +72,13 @@ def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class() -> N
     assert keeps_states(tiny_models.tiny_model("granitemoehybrid", 1.0))
 
 
-def test_a_window_over_all_positions_is_none() -> None:
+def test_a_window_over_all_positions_is_none():
     for window, kind in ((64, "full_attention"), (63, "sliding_attention")):
         config = tf.MistralConfig(**SMALL, sliding_window=window)
         assert Target(tf.MistralForCausalLM(config)).attention_kinds == (kind,)
 
 
-def test_a_stretch_that_is_fixed_changes_nowhere() -> None:
+def test_a_stretch_that_is_fixed_changes_nowhere():
     """HunYuan calls it dynamic."""
     config = tf.LlamaConfig(**SMALL)
     model = tf.LlamaForCausalLM(config)
@@ -94,7 +94,7 @@ def test_a_stretch_that_is_fixed_changes_nowhere() -> None:
 
 
 @pytest.mark.parametrize("value", [True, "all", "vision", False, None])
-def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
+def test_a_model_that_reads_in_both_directions_is_refused(value):
     model = llama(use_bidirectional_attention=value)
     if value in (True, "all"):
         with refused("use_bidirectional_attention"):
@@ -103,7 +103,7 @@ def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
         assert Target(model).attention_kinds == ("full_attention",)
 
 
-def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache() -> None:
+def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache():
     """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in
     GPT-BigCode."""
     neo = Target(tiny_models.tiny_model("gpt_neo@global", 1.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ def repository(hub: Hub, tmp_path: Path) -> tuple[Path, str]:
     return folder, commit
 
 
-def test_the_revision_of_a_target_is_the_commit_that_was_downloaded(
-    repository: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_the_revision_of_a_target_is_the_commit_that_was_downloaded(repository, tmp_path):
     folder, commit = repository
     for revision in (None, "main", commit):
         target = Target.from_pretrained("me/model", torch.float32, "cpu", revision)
@@ -47,7 +44,7 @@ def test_the_revision_of_a_target_is_the_commit_that_was_downloaded(
     assert target.provenance["revision"] == commit
 
 
-def test_what_is_not_in_the_cache_has_no_commit(hub: Hub) -> None:
+def test_what_is_not_in_the_cache_has_no_commit(hub):
     assert downloaded_commit("me/other") is None
 
 
@@ -60,9 +57,7 @@ def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fastest", torch.float64])
-def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(
-    pixtral: Path, dtype: Any
-) -> None:
+def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(pixtral, dtype):
     lm = SpeculativeLM.from_pretrained(
         pixtral, dtype=dtype, device_map="cpu", drafter="prompt-lookup"
     )
@@ -71,7 +66,7 @@ def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(
     check_identity(lm, [prompt], max_new_tokens=12, eos_token_id=[])
 
 
-def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtral: Path) -> None:
+def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtral):
     """For the memory plan, and for training with the target in parts."""
     config = TrainConfig(target=str(pixtral), output="out", data=DataConfig(sources=["rows.jsonl"]))
     model = empty_model(config, torch.float32)
@@ -88,9 +83,7 @@ def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtra
     ],
 )
 @pytest.mark.parametrize("dtype", ["auto", "fastest", "float64"])
-def test_what_is_no_language_model_is_refused_in_one_line(
-    tmp_path: Path, config: dict[str, str], words: str, dtype: str
-) -> None:
+def test_what_is_no_language_model_is_refused_in_one_line(tmp_path, config, words, dtype):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(words, "target") as refusal:
         Target.from_pretrained(tmp_path, dtype=dtype, device_map="cpu")

@@ -10,7 +10,7 @@ from headstart.inference import Stats
 from headstart.inference.trees.stats import RoundRecord
 
 
-def example():
+def two_rows():
     """Two rows in three rounds: a chain of 3, a plain round, and a chain of 2 whose text ends
     early."""
     rows = [
@@ -22,7 +22,7 @@ def example():
 
 
 def test_a_tokens_time_is_its_share_of_the_round():
-    assert sorted(example().token_seconds) == pytest.approx(
+    assert sorted(two_rows().token_seconds) == pytest.approx(
         sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2)
     )
 
@@ -69,8 +69,8 @@ def test_merging_adds_rows_and_times_and_keeps_every_tokens_time():
     assert merged.acceptance_length == 2
     assert merged.max_depth == 2
     assert merged.seconds == {"draft": 3.0, "target": 1.0}
-    assert sorted(Stats.merged([example(), example()]).token_seconds) == sorted(
-        example().token_seconds * 2
+    assert sorted(Stats.merged([two_rows(), two_rows()]).token_seconds) == sorted(
+        two_rows().token_seconds * 2
     )
 
 

@@ -165,7 +165,7 @@ def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeyp
         for name in ("HEADSTART_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Path, "home", no_home)
-    with warned("kept") as told:
+    with warned("machine") as told:
         assert measured(2.5) == (2.5, True)
         assert measured(7.0) == (2.5, False)  # known as long as the process lives
         assert measured(7.0, "another") == (7.0, True)
@@ -193,14 +193,6 @@ def test_more_threads_than_cores_are_told_once(monkeypatch, tiny_target):
     monkeypatch.setattr(machine, "usable_cores", lambda: 1)
     (told,) = warnings_of(lambda: [SpeculativeLM.from_pretrained(target) for _ in range(2)])
     assert not lacking(told, "4 threads 1 core torch.set_num_threads(1)")
-
-
-@pytest.fixture
-def moved_clock(monkeypatch):
-    """The clock by which calls are timed, in seconds; it stands still."""
-    now = [0.0]
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
-    return now
 
 
 @pytest.mark.parametrize(
