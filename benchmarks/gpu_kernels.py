@@ -30,7 +30,7 @@ PREFIX = "round: "
 RANGES = {
     "draft": "draft",
     "expand": "draft",
-    "_tree_forward": "forward",
+    "tree_forward": "forward",
     "_nodes_forward": "forward",
     "verify_and_compact": "verify",
     "observe": "observe",

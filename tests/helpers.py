@@ -572,6 +572,16 @@ class EachRound(RoundObserver):
         self.after(self.sequences)
 
 
+class Proposals(RoundObserver):
+    """Keeps the tokens of every round's tree, as it was drafted."""
+
+    def __init__(self) -> None:
+        self.drafts: list[list[list[int]]] = []
+
+    def round(self, finished: Round) -> None:
+        self.drafts.append(finished.proposed.tokens_BN.tolist())
+
+
 class Ended(RoundObserver):
     """Keeps the statistics of generations that have ended, and why they ended early."""
 

@@ -11,7 +11,7 @@ next call:
 
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
                  or DraftModelState.expand, once a level, for trees that are drawn or end early
-    forward      ModelEngine._tree_forward               engines.model_engine
+    forward      ModelEngine.tree_forward               engines.model_engine
     verdict      verify_and_compact                      rounds.verification
     observe      the head's `observe`                    drafters.draft_model_state
 """
@@ -190,7 +190,7 @@ class GraphRunner(Runner):
 
             # 3. The second call is recorded. Recording runs nothing: step 4 follows at once.
             try:
-                recorded = self._record(function, fixed, leaves, read_in_place)
+                recorded = self.record(function, fixed, leaves, read_in_place)
             except torch.OutOfMemoryError:  # a RuntimeError, too, but not the function's fault
                 raise
             except RuntimeError as error:
@@ -274,7 +274,7 @@ class GraphRunner(Runner):
             return None
         return address, tensor.stride()
 
-    def _record(
+    def record(
         self,
         function: Callable[..., Any],
         fixed: tuple[Any, ...],

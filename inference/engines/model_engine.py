@@ -325,10 +325,10 @@ class ModelEngine(Engine):
         self._count_from(cache, longest)
         run = self._runner_for(cache)
         # The slots are returned, too: attributes that a recorded function sets hold no values.
-        output, cache.slots_BN = run(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        output, cache.slots_BN = run(self.tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
-    def _tree_forward(
+    def tree_forward(
         self, cache: TreeCache, tree: DraftTree, lengths_B: Tensor, layers: tuple[int, ...]
     ) -> tuple[TargetOutput, Tensor]:
         """Run the forward over all nodes of a tree; also return its entries' slots [B, N].

@@ -8,11 +8,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import DEVICE, VOCAB, head_for
+from helpers import DEVICE, VOCAB, Proposals, continued, head_for
 from messages import refused
 
-from headstart.inference import RoundObserver, SpeculativeLM, inputs
-from headstart.inference.engines.cuda_graph import GraphRunner
+from headstart.inference import SpeculativeLM, inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,48 +40,24 @@ def ends_in_turn(text_1T, scores, **_):
     return len(text) - ones - 1 == new_tokens(ones)
 
 
-def prompts_of(count):
-    """Prompts of some ones and a two, in a shuffled order, padded on the left."""
+def ones_and_a_two(count):
+    """Prompts of different lengths, in a shuffled order."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
-    rows = [torch.tensor([1] * (number + 1) + [2]) for number in order]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    return [torch.tensor([1] * (number + 1) + [2]) for number in order]
 
 
-def written(lm, prompts, slots=None, seed=5, **settings):
-    """The output, and the text that follows each row's prompt."""
-    torch.manual_seed(seed)
-    settings = {"pad_token_id": 0, "eos_token_id": [], **settings}
-    count = len(prompts) if slots is None else slots
-    output = lm.generate(
-        prompts,
-        attention_mask=(prompts != 0).long(),
-        max_new_tokens=100,
-        stopping_criteria=[ends_in_turn],
-        max_batch_size=count,
-        **settings,
-    )
-    texts = []
-    for prompt, row in zip(
-        prompts.tolist(), output.sequences[:, prompts.shape[1] :].tolist(), strict=True
-    ):
-        texts.append(row[: new_tokens(prompt.count(1))])
-    return output, texts
-
-
-@pytest.fixture
-def lms(there, on_cpu):
-    """Builds a decoder on the CPU and one there, whose rounds are recorded."""
-
-    def build(kind=None, **options):
-        head = None if kind is None else head_for(on_cpu, kind)
-        away = None if head is None else copy.deepcopy(head).to(there.device)
-        options = {"adaptive": False, **options}
-        here = SpeculativeLM.from_pretrained(on_cpu, head, compile=False, **options)
-        return here, SpeculativeLM.from_pretrained(there, away, **options)
-
-    there.compile(False)
-    yield build
-    there.compile(False)
+def ending_in_turn(lm, prompts, **settings):
+    """The output, and the text of each row up to its end."""
+    torch.manual_seed(5)
+    settings |= {
+        "max_new_tokens": 100,
+        "eos_token_id": [],
+        "stopping_criteria": [ends_in_turn],
+        "max_batch_size": len(prompts),
+    }
+    texts, output = continued(lm, prompts, **settings)
+    lengths = [new_tokens(len(prompt) - 1) for prompt in prompts]
+    return output, [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -98,34 +73,34 @@ def lms(there, on_cpu):
 def test_rows_that_end_in_turn_are_recorded_in_few_sizes(lms, monkeypatch, kind, tree, name, count):
     """At most one recording of the forward for each bucket."""
     here, away = lms(kind, tree=tree)
-    runner, sizes = away.target.engine.runner, []
-    assert isinstance(runner, GraphRunner)
-    record = runner._record
+    engine = away.target.engine
+    sizes = []
+    lengths = []
+    record = engine.runner.record
+    forward_tree = engine.forward_tree
 
     def noted(function, fixed, *rest):
-        if function.__name__ == "_tree_forward":
+        if function == engine.tree_forward:
             sizes.append(len(fixed[0].lengths_B))
         return record(function, fixed, *rest)
-
-    monkeypatch.setattr(runner, "_record", noted)
-    forward_tree, lengths = away.target.engine.forward_tree, []
 
     def watched(tree, longest, cache, layers):
         lengths.append(cache.lengths_B.tolist())
         return forward_tree(tree, longest, cache, layers)
 
-    monkeypatch.setattr(away.target.engine, "forward_tree", watched)
-    prompts = prompts_of(count)
-    _, expected = written(SpeculativeLM(here.target), prompts, **SETTINGS[name])
-    output, found = written(away, prompts.to(away.target.device), **SETTINGS[name])
+    monkeypatch.setattr(engine.runner, "record", noted)
+    monkeypatch.setattr(engine, "forward_tree", watched)
+    prompts = ones_and_a_two(count)
+    _, expected = ending_in_turn(SpeculativeLM(here.target), prompts, **SETTINGS[name])
+    output, texts = ending_in_turn(away, prompts, **SETTINGS[name])
     if DEVICE == "sim" or name == "greedy":
-        assert found == expected
-    assert len(sizes) == len(set(sizes)) and set(sizes) <= {*BUCKETS, count}
+        assert texts == expected
+    assert sizes and len(sizes) == len(set(sizes)) and set(sizes) <= {*BUCKETS, count}
     for before, after in itertools.pairwise(lengths):
         if len(before) == len(after):  # an idle row has one token in the cache, and gets no more
             assert all(now == 1 for was, now in zip(before, after, strict=True) if was == 1)
     returned = [1 + sum(record.returned for record in row) for row in output.stats.rows]
-    assert returned == [len(row) for row in found]  # idle rows count nowhere
+    assert returned == [len(text) for text in texts]  # idle rows count nowhere
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="a GPU draws other numbers")
@@ -142,77 +117,58 @@ def test_rows_that_end_in_turn_are_recorded_in_few_sizes(lms, monkeypatch, kind,
 def test_draws_do_not_depend_on_idle_rows(lms, tree, acceptance):
     """The numbers come from one generator, row by row: as on the CPU, where the batch shrinks at
     once."""
-    here, away = lms("eagle3", tree=tree, acceptance=acceptance)
-    prompts = prompts_of(7)
-    _, expected = written(here, prompts, do_sample=True)
-    _, found = written(away, prompts.to(away.target.device), do_sample=True)
-    assert found == expected
+    texts = []
+    for lm in lms("eagle3", tree=tree, acceptance=acceptance):
+        texts.append(ending_in_turn(lm, ones_and_a_two(7), do_sample=True)[1])
+    assert texts[0] == texts[1]
 
 
-def test_a_head_that_reads_later_what_plain_steps_emitted(lms, there):
+def test_a_head_that_reads_later_what_plain_steps_emitted(lms):
     """Candidates are chosen by the clock, so a head may have read nothing when rows end."""
     here, away = lms("eagle3", tree="auto", adaptive=True)
-    prompts = prompts_of(9)
-    _, expected = written(SpeculativeLM(here.target), prompts, do_sample=False)
+    _, expected = ending_in_turn(SpeculativeLM(here.target), ones_and_a_two(9))
     for _ in range(2):
-        _, found = written(away, prompts.to(away.target.device), do_sample=False)
-        assert found == expected
-
-
-class Drafts(RoundObserver):
-    """Keeps the tokens of every round's tree."""
-
-    def __init__(self):
-        self.seen = []
-
-    def round(self, finished):
-        self.seen.append(finished.proposed.tokens_BN.tolist())
+        assert ending_in_turn(away, ones_and_a_two(9))[1] == expected
 
 
 def test_a_head_with_a_window_drafts_what_it_drafts_on_a_cpu(on_cpu, there):
     options = {"sliding_window": 5, "num_layers": 2, "depth": 3}
     head = head_for(on_cpu, "eagle3", 0.2, seed=2, **options)
-    prompt = torch.randint(1, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
-    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
+    prompt = torch.randint(1, VOCAB, (30,), generator=torch.Generator().manual_seed(0))
     drafts = []
     for target in (on_cpu, there):
         own = copy.deepcopy(head).to(target.device)
         lm = SpeculativeLM.from_pretrained(target, own, tree="dynamic:8:3:2", adaptive=False)
-        lm.observers.append(Drafts())
-        lm.generate(prompt.to(target.device), **settings)
-        drafts.append(lm.observers[0].seen)
+        lm.observers.append(Proposals())
+        continued(lm, [prompt], max_new_tokens=60, eos_token_id=[])
+        drafts.append(lm.observers[0].drafts)
     assert drafts[0] == drafts[1] and len(drafts[0]) > 10
 
 
-@pytest.mark.parametrize("tokens", [700, 1000])
-def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
+@pytest.mark.parametrize(("tokens", "slots"), [(700, 1024), (1000, 2048)])
+def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens, slots):
     """Caches come in powers of two: more than is used, which the check must count."""
     _, lm = lms("eagle3", tree="chain:2")
-    prompts = prompts_of(3).to(lm.target.device)
-    target, rows = lm.target, lm.drafter.model_state
+    prompts = ones_and_a_two(3)
+    target = lm.target
+    heads_rows = lm.drafter.model_state
     exact = 3 * (tokens + 3)
-    slots = 1024 if tokens == 700 else 2048
-    caches = target.cache_bytes(3, slots) + rows.model.cache_bytes(3, 1023)
-    logits = 3 * 3 * target.info.vocab_size * 4 * target.dtype.itemsize
+    logits = 3 * 3 * VOCAB * 4 * target.dtype.itemsize
+    used = target.cache_bytes(1, exact) + heads_rows.model.cache_bytes(1, exact) + logits
+    allocated = target.cache_bytes(3, slots) + heads_rows.model.cache_bytes(3, 1023) + logits
 
     def generate(free):
         monkeypatch.setattr(inputs, "free_memory", lambda _: float(free))
-        settings = {
-            "attention_mask": torch.ones_like(prompts),
-            "do_sample": False,
-            "pad_token_id": 0,
-        }
-        new = tokens - prompts.shape[1]
-        return lm.generate(
-            prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True], **settings
+        new = tokens - max(map(len, prompts))
+        _, output = continued(
+            lm, prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True]
         )
+        return output
 
-    too_few = target.cache_bytes(1, exact) + rows.model.cache_bytes(1, exact) + logits
-    for free in (too_few, caches + logits - 1):
+    for free in (used, allocated - 1):
         with refused(f"3 rows {tokens + 3} GiB"):
             generate(free)
-    output = generate(caches + logits)
-    assert output.stats.cache_bytes == target.cache_bytes(3, slots)
-    cache = rows.catch_up().cache
+    assert generate(allocated).stats.cache_bytes == target.cache_bytes(3, slots)
+    cache = heads_rows.catch_up().cache
     held = sum(states[:, :, cache.nodes :].nbytes for states in (*cache.keys, *cache.values))
-    assert held == rows.model.cache_bytes(3, 1023)
+    assert held == heads_rows.model.cache_bytes(3, 1023)

@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 import torch
-from helpers import GREEDY, VOCAB, EachRound, continued, head_for, padded_batch, pairs
+from helpers import GREEDY, VOCAB, EachRound, Proposals, continued, head_for, padded_batch, pairs
 
-from headstart.inference import RoundObserver, SpeculativeLM, Target
+from headstart.inference import SpeculativeLM, Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,16 +136,6 @@ def test_a_stream_records_in_a_thread_of_its_own(lms, device, compile):
         assert list(itertools.chain.from_iterable(rounds)) == expected
 
 
-class DraftsVerified(RoundObserver):
-    """Keeps the tokens of every tree that was verified."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def round(self, finished):
-        self.tokens.append(finished.verified.tokens_BN.tolist())
-
-
 @pytest.mark.parametrize(
     ("whose", "place", "compile"),
     pairs(["target", "head"], ["in place", "elsewhere"], [False, True]),
@@ -160,9 +150,9 @@ def test_weights_that_change_are_not_read_where_they_were(
     options = {"tree": "chain:3", "adaptive": False}
 
     def answer(lm):
-        drafts = DraftsVerified()
-        lm.observers[:] = [drafts]
-        return seeded_text(lm, tokens=20)[0], drafts.tokens
+        proposals = Proposals()
+        lm.observers[:] = [proposals]
+        return seeded_text(lm, tokens=20)[0], proposals.drafts
 
     lm = SpeculativeLM.from_pretrained(target, head, compile=compile, **options)
     text_before, drafts_before = answer(lm)
