@@ -10,6 +10,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from helpers import leaving_out
 from messages import refused
 from runs import same_tensors
 from safetensors.torch import load_file, save_file
@@ -86,7 +87,7 @@ FIRST_LAYER = 3
 model's blocks."""
 
 
-def model_of(kind: str, vocab_size: int = 13) -> PreTrainedModel:
+def tiny_model_of(kind: str, vocab_size: int = 13) -> PreTrainedModel:
     """A random model of a type in float32."""
     torch.manual_seed(0)
     options = NEMOTRON if kind == "nemotron_h" else KINDS.get(kind, {})
@@ -154,7 +155,7 @@ def mtp_model_of(model: PreTrainedModel, head: MtpHead) -> Any:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
     """Every depth, at every position, of a head with a layer for each."""
-    model = model_of(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model, num_layers=2, depth=2)
     theirs = mtp_model_of(model, head)
     features = features_after(model, TOKENS_BT)
@@ -174,7 +175,7 @@ def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
 def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
     """A block with attention, which has no positions, and one with experts, run by transformers
     over the whole text."""
-    model = model_of("nemotron_h")
+    model = tiny_model_of("nemotron_h")
     head = random_mtp(model)
     features = features_after(model, TOKENS_BT)
     layer = head.mtp_layers[0]
@@ -272,11 +273,7 @@ def save_with(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def without(tensors: dict[str, torch.Tensor], left_out: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name != left_out}
-
-
-def read(model: PreTrainedModel, folder: Path) -> MtpHead:
+def read_head(model: PreTrainedModel, folder: Path) -> MtpHead:
     info = target_info(model.config, str(folder), model.config.vocab_size, 3)
     return read_native_mtp(folder, info, described(model.config))
 
@@ -298,7 +295,7 @@ def read(model: PreTrainedModel, folder: Path) -> MtpHead:
 def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(
     kind, family, layers, shards, tmp_path
 ) -> None:
-    model = model_of(kind)
+    model = tiny_model_of(kind)
     order = {"hidden_first": True, "zero_first": True} if family == "mimo" else {}
     head = random_mtp(model, num_layers=layers, depth=layers, **order)
     if family == "ernie":
@@ -308,7 +305,7 @@ def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(
         tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(2, 2)
         tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(2, 2)
     save_with(model, tensors, tmp_path, shards)
-    found = read(model, tmp_path)
+    found = read_head(model, tmp_path)
     assert found.config.num_layers == layers
     assert found.config.hidden_first == found.config.zero_first == (family == "mimo")
     assert same_tensors(found.state_dict(), head.state_dict())
@@ -335,11 +332,11 @@ def share_the_norm(head: MtpHead, model: PreTrainedModel) -> None:
 def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(
     kind, family, norm, tmp_path
 ) -> None:
-    model = model_of(kind)
+    model = tiny_model_of(kind)
     tensors = as_named(random_mtp(model), family)
     sinks = "model.mtp.layers.0.pre_mlp_layernorm.weight"
     cases = {
-        f"missing '{norm}'": without(tensors, norm),
+        f"missing '{norm}'": leaving_out(tensors, norm),
         f"'{norm}' shape (31,) (32,)": tensors | {norm: torch.ones(31)},
         f"'{norm}' infinite": tensors | {norm: torch.full((32,), torch.nan)},
         f"unknown '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
@@ -352,30 +349,30 @@ def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(
     }
     expert = next((name for name in tensors if name.endswith("experts.2.up_proj.weight")), None)
     if expert is not None:
-        cases["experts.2.up_proj.weight'"] = without(tensors, expert)
+        cases["experts.2.up_proj.weight'"] = leaving_out(tensors, expert)
         cases["MTP read"] = tensors | {expert: tensors[expert][:, :5].clone()}
     for number, (words, wrong) in enumerate(cases.items()):
         save_with(model, wrong, tmp_path / str(number), shards=number % 2 == 0)
         with refused(words):
-            read(model, tmp_path / str(number))
+            read_head(model, tmp_path / str(number))
 
 
 def test_experts_of_a_head_in_fp8_are_scaled_by_their_blocks(tmp_path) -> None:
-    model = model_of("glm4_moe")
+    model = tiny_model_of("glm4_moe")
     head = random_mtp(model)
     tensors = as_named(head, "deepseek")
     name = "model.layers.3.eh_proj.weight"
     scale = torch.tensor([[0.5]])
     tensors |= {f"{name}_scale_inv": scale, name: (tensors[name] / 0.5).to(torch.float8_e4m3fn)}
     save_with(model, tensors, tmp_path)
-    found = read(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
+    found = read_head(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
     torch.testing.assert_close(
         found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01
     )
 
 
 def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
-    model = model_of("nemotron_h")
+    model = tiny_model_of("nemotron_h")
     model.config.mtp_layers_block_type = model.config.layers_block_type
     with refused("attention state"):
         random_mtp(model)
@@ -390,7 +387,7 @@ def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
 def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers, tmp_path) -> None:
     """The same tokens as `generate(use_mtp=True)`, by the same drafts; a tree accepts more of
     them."""
-    model = model_of(kind, vocab_size=4)
+    model = tiny_model_of(kind, vocab_size=4)
     save_with(
         model, as_named(random_mtp(model, num_layers=layers, depth=layers), "deepseek"), tmp_path
     )
@@ -423,7 +420,7 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
 
 
 def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeypatch) -> None:
-    model = model_of("llama")
+    model = tiny_model_of("llama")
     folder = tmp_path / "plain"
     model.save_pretrained(folder)
     with refused("MTP --head.type"):
@@ -455,7 +452,7 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
 ) -> None:
     """By the names of the family; all other tensors are what they were, and the model is loaded as
     before."""
-    model = model_of(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model)
     save_with(model, as_named(head, family), tmp_path / "before", shards)
     tuned = random_mtp(model)
@@ -463,7 +460,7 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
         parameter.data += 1
     write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")
     write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")  # over an earlier one
-    assert same_tensors(read(model, tmp_path / "after").state_dict(), tuned.state_dict())
+    assert same_tensors(read_head(model, tmp_path / "after").state_dict(), tuned.state_dict())
     assert all_tensors(tmp_path / "after").keys() == all_tensors(tmp_path / "before").keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
     assert same_tensors(again.state_dict(), model.state_dict())
@@ -477,14 +474,14 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
 
 
 def test_a_head_that_uses_its_models_norm_is_written_only_with_that_norm(tmp_path) -> None:
-    model = model_of("ernie4_5_moe")
+    model = tiny_model_of("ernie4_5_moe")
     head = random_mtp(model)
     share_the_norm(head, model)
     save_with(model, as_named(head, "ernie"), tmp_path / "before")
     head.state_dict()["mtp_layers.0.input_proj.weight"].add_(1)
     write_native_mtp(head, tmp_path / "before", tmp_path / "after")
     assert torch.equal(
-        read(model, tmp_path / "after").mtp_layers[0].input_proj.weight,
+        read_head(model, tmp_path / "after").mtp_layers[0].input_proj.weight,
         head.mtp_layers[0].input_proj.weight,
     )
     head.state_dict()["mtp_layers.0.final_layernorm.weight"].add_(1)
@@ -502,7 +499,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path) -> None:
     """The folder that `save_head` writes, without the section that only headstart reads."""
-    model = model_of("qwen3")
+    model = tiny_model_of("qwen3")
     head = random_mtp(model, depth=4)
     save_head(head, tmp_path, CheckpointMetadata())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -517,7 +514,7 @@ def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path)
 
 
 def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
-    model = model_of("glm4_moe")
+    model = tiny_model_of("glm4_moe")
     native = random_mtp(model)
     save_with(model, as_named(native, "deepseek"), tmp_path)
     target = Target.from_pretrained(tmp_path, torch.float32)
@@ -542,7 +539,7 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(
 ) -> None:
     """The block's outputs are made small, so that the embedding counts soon; norms after them would
     undo that."""
-    model = model_of(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model, start="last")
     head.initialize(target_modules(model), torch.ones(13))
     block, layer = model.model.layers[-1].state_dict(), head.mtp_layers[0].state_dict()

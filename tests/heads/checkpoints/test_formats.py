@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import INFO, random_ids
+from helpers import INFO, leaving_out, random_ids
 from messages import lacking, refused
 from runs import same_tensors
 from torch import Tensor
@@ -111,7 +111,7 @@ Mistake = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 """Changes the config and the tensors of a head."""
 
 
-def random_head(kind: str, options: dict[str, Any], target: TargetInfo = INFO) -> DraftHead:
+def lively_head(kind: str, options: dict[str, Any], target: TargetInfo = INFO) -> DraftHead:
     """A head of random weights, a truncated vocabulary spread out."""
     torch.manual_seed(0)
     head = build_head(kind, options, target)
@@ -170,15 +170,11 @@ def same_head(found: DraftHead, head: DraftHead) -> None:
     assert found.server_config() == head.server_config()
 
 
-def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
 def test_a_round_trip_gives_the_same_head_and_a_missing_or_unknown_tensor_or_key_is_refused(
     form: str, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    head = random_head(kind, options)
+    head = lively_head(kind, options)
     config, tensors = exported(form, head, tmp_path / "out")
     assert recognise(config, set(tensors)) == form
     assert config.keys() <= FORMATS[form].keys.keys()
@@ -195,7 +191,7 @@ def test_a_round_trip_gives_the_same_head_and_a_missing_or_unknown_tensor_or_key
     for place in places(FORMATS[form], head):
         if place.theirs not in optional:
             with refused():
-                import_head(config, without(tensors, place.theirs), INFO, target_parts())
+                import_head(config, leaving_out(tensors, place.theirs), INFO, target_parts())
     with refused("unknown 'another.weight'"):
         import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, target_parts())
 
@@ -208,11 +204,11 @@ def test_a_round_trip_gives_the_same_head_and_a_missing_or_unknown_tensor_or_key
     for name, key in FORMATS[form].keys.items():
         if key.default is ... and name != "speculators_model_type":
             with refused(f"'{name}' missing"):
-                import_head(without(config, name), tensors, INFO, target_parts())
+                import_head(leaving_out(config, name), tensors, INFO, target_parts())
 
 
 def eagle3_files(**options: Any) -> tuple[DraftHead, dict[str, Any], dict[str, Tensor]]:
-    head = random_head("eagle3", {"draft_vocab_size": 7, **options})
+    head = lively_head("eagle3", {"draft_vocab_size": 7, **options})
     return head, *by_table("eagle3", head)
 
 
@@ -304,10 +300,10 @@ INHERITED: dict[str, dict[str, Any]] = {
 def test_a_key_that_says_nothing_of_the_draft_layer_is_a_remark(keys: dict[str, Any]) -> None:
     head, config, tensors = eagle3_files()
     if "rope_scaling" in keys:
-        config = without(config, "rope_parameters", "rope_scaling")
+        config = leaving_out(config, "rope_parameters", "rope_scaling")
     found, source = import_head(config | keys, tensors, INFO, target_parts())
     same_head(found, head)
-    assert source.unread == without(keys, *FORMATS["eagle3"].keys)
+    assert source.unread == leaving_out(keys, *FORMATS["eagle3"].keys)
     assert not lacking(" ".join(source.remarks), *source.unread)
 
 
@@ -403,8 +399,8 @@ def test_biases_are_read_whichever_key_says_so_and_used(
     form: str, flags: dict[str, Any], tiny_target: Any
 ) -> None:
     target = tiny_target(vocab_size=40, layers=12)
-    head = random_head(form, {"attention_bias": True}, target.info)
-    config = without(head.server_config(), "qkv_bias", "attention_bias")
+    head = lively_head(form, {"attention_bias": True}, target.info)
+    config = leaving_out(head.server_config(), "qkv_bias", "attention_bias")
     tensors = head.state_dict()
     found = import_head(config | flags, dict(tensors), target.info)[0].double()
     head = head.double()
@@ -438,7 +434,7 @@ def test_an_lm_head_that_is_not_in_the_file_is_the_targets_if_it_can_be() -> Non
 
 @pytest.mark.parametrize("form", ["eagle", "dflash"])
 def test_a_copy_of_the_targets_lm_head_is_left_out_and_another_refused(form: str) -> None:
-    head = random_head(form, {})
+    head = lively_head(form, {})
     config, tensors = by_table(form, head)
     tensors["lm_head.weight"] = LM_HEAD
     found, source = import_head(config, dict(tensors), INFO, target_parts())
@@ -450,7 +446,7 @@ def test_a_copy_of_the_targets_lm_head_is_left_out_and_another_refused(form: str
 
 @pytest.mark.parametrize("form", ["medusa", "fasterdecoding"])
 def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) -> None:
-    head = random_head("medusa", {"num_heads": 3})
+    head = lively_head("medusa", {"num_heads": 3})
     config, tensors = by_table(form, head)
     if form == "fasterdecoding":
         config = {}
@@ -546,7 +542,7 @@ DSPARK_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_key_of_a_block_draft_is_refused(
     form: str, keys: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    head = random_head(FORMATS[form].heads[0], BLOCKS[form])
+    head = lively_head(FORMATS[form].heads[0], BLOCKS[form])
     config, tensors = exported(form, head, tmp_path / "out")
     change_keys(config, keys)
     with refused(told):
@@ -568,7 +564,7 @@ def test_a_wrong_key_of_a_block_draft_is_refused(
 def test_tensors_of_a_block_draft_by_each_others_names_are_refused(
     form: str, old: str, new: str, told: str, tmp_path: Path
 ) -> None:
-    config, tensors = exported(form, random_head("dspark", BLOCKS[form]), tmp_path / "out")
+    config, tensors = exported(form, lively_head("dspark", BLOCKS[form]), tmp_path / "out")
     names = {f"{old}.weight": f"{new}.weight", f"{new}.weight": f"{old}.weight"}
     with refused(told):
         import_head(config, {names.get(name, name): tensors[name] for name in tensors}, INFO)
@@ -593,7 +589,7 @@ def test_tensors_of_a_block_draft_by_each_others_names_are_refused(
 def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
     keys: dict[str, Any], told: str
 ) -> None:
-    head = random_head("dflash", {"feature_layers": [1, 6]})
+    head = lively_head("dflash", {"feature_layers": [1, 6]})
     config, tensors = by_table("dflash", head)
     config["dflash_config"] |= {"sample_from_anchor": False, "block_size": 8}
     agreeing = {
@@ -610,7 +606,7 @@ def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
     "config", [{"speculators_model_type": "peagle"}, {"parallel_drafting": True}]
 )
 def test_p_eagle_is_refused_by_name(config: dict[str, Any]) -> None:
-    _, tensors = by_table("eagle3", random_head("eagle3", {}))
+    _, tensors = by_table("eagle3", lively_head("eagle3", {}))
     with refused("P-EAGLE"):
         import_head(config, tensors | {"mask_hidden": torch.zeros(1, 1, 48)}, INFO)
 
@@ -631,8 +627,8 @@ def test_layers_mean_the_same_whichever_way_they_are_counted(
     tiny_target: Any, counting: str
 ) -> None:
     target = tiny_target(vocab_size=40, layers=12)
-    head = random_head("eagle3", {"feature_layers": [2, 5, 8]}, target.info)
-    wrong = random_head("eagle3", {"feature_layers": [3, 6, 9]}, target.info)
+    head = lively_head("eagle3", {"feature_layers": [2, 5, 8]}, target.info)
+    wrong = lively_head("eagle3", {"feature_layers": [3, 6, 9]}, target.info)
     config = head.server_config()
     if counting == "inputs":
         del config["eagle_config"]
@@ -693,14 +689,14 @@ def test_an_embedding_that_is_the_targets_is_left_out_and_another_kept() -> None
     same_head(import_head(config, dict(tensors), INFO, target_parts())[0], head)
     kept = import_head(config, dict(tensors), INFO, target_parts(1))[0]
     assert torch.equal(kept.state_dict()["embed_tokens.weight"], EMBEDDING)
-    eagle = random_head("eagle", {})
+    eagle = lively_head("eagle", {})
     config, tensors = by_table("eagle", eagle)
     with refused("'some/target'"):
         import_head(config, {**tensors, "embed_tokens.weight": EMBEDDING + 1}, INFO, target_parts())
 
 
 def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
-    head = random_head("medusa", {"num_heads": 5, "num_layers": 2})
+    head = lively_head("medusa", {"num_heads": 5, "num_layers": 2})
     state = head.state_dict()
     for h in range(5):
         for kind in ("weight", "bias"):
@@ -713,7 +709,7 @@ def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
 
 
 def test_the_heads_of_a_whole_medusa_model_are_taken_out_of_it() -> None:
-    head = random_head("medusa", {})
+    head = lively_head("medusa", {})
     _, tensors = by_table("fasterdecoding", head)
     whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
     found, source = import_head({}, {**whole, "model.norm.weight": torch.ones(16)}, INFO)
@@ -725,7 +721,7 @@ def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_un
     tmp_path: Path,
 ) -> None:
     config, tensors = exported(
-        "speculators", random_head("eagle3", {"draft_vocab_size": 7}), tmp_path / "out"
+        "speculators", lively_head("eagle3", {"draft_vocab_size": 7}), tmp_path / "out"
     )
     del config["transformer_layer_config"]["model_type"]
     with refused("model_type None qwen3"):
@@ -737,7 +733,7 @@ def test_layers_that_no_model_has_are_refused_before_they_are_listed(
     tmp_path: Path, kind: str
 ) -> None:
     config, tensors = exported(
-        "speculators", random_head("eagle3", {"draft_vocab_size": 7}), tmp_path
+        "speculators", lively_head("eagle3", {"draft_vocab_size": 7}), tmp_path
     )
     config["transformer_layer_config"] |= {"num_hidden_layers": 10**9, "model_type": kind}
     with refused("transformer_layer_config num_hidden_layers 1e+09"):
@@ -750,7 +746,7 @@ def test_layers_that_no_model_has_are_refused_before_they_are_listed(
 def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(
     tmp_path: Path,
 ) -> None:
-    head = random_head("eagle3", {"draft_vocab_size": 7})
+    head = lively_head("eagle3", {"draft_vocab_size": 7})
     config, tensors = exported("speculators", head, tmp_path / "out")
     layer, default = config["transformer_layer_config"], LlamaConfig()
     for name in ("hidden_act", "rms_norm_eps"):
@@ -774,7 +770,7 @@ def test_what_a_project_cannot_say_is_refused(
     project: str, kind: str, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with refused(told):
-        export_head(random_head(kind, options), project, tmp_path / "out", EMBEDDING)
+        export_head(lively_head(kind, options), project, tmp_path / "out", EMBEDDING)
     assert not list(tmp_path.iterdir())
 
 
@@ -782,7 +778,7 @@ def test_what_a_project_cannot_say_is_refused(
 def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(
     kind: str, tmp_path: Path
 ) -> None:
-    head = random_head(kind, {})
+    head = lively_head(kind, {})
     export_head(head, "safeailab", tmp_path / "out", EMBEDDING)
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], EMBEDDING)
@@ -796,15 +792,15 @@ def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(
 
 @pytest.mark.parametrize("config", ['{"model_type": "llama"}', '{"architectures": ', None])
 def test_an_export_replaces_an_earlier_one_and_nothing_else(config: str | None, tmp_path: Path):
-    export_head(random_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
-    export_head(random_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
+    export_head(lively_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
+    export_head(lively_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
     if config is None:
         (tmp_path / "config.json").unlink()
     else:
         (tmp_path / "config.json").write_text(config)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with refused(str(tmp_path)):
-        export_head(random_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
+        export_head(lively_head("eagle3", {}), "speculators", tmp_path, EMBEDDING)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

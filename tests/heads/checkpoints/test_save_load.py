@@ -72,7 +72,7 @@ def medusa_head(name: str = "own", seed: int = 0, dtype: torch.dtype = torch.flo
     return head.to(dtype)
 
 
-def saved(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = None) -> Path:
+def saved_in(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = None) -> Path:
     save_head(head, folder, metadata or CheckpointMetadata())
     return folder
 
@@ -104,7 +104,7 @@ def test_what_is_saved_loads_bit_for_bit(
     metadata = CheckpointMetadata(
         tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED
     )
-    folder = saved(head, tmp_path / "new" / "head", metadata)
+    folder = saved_in(head, tmp_path / "new" / "head", metadata)
     loaded, loaded_metadata = load_head(folder, INFO)
     assert_same_head(loaded, head)
     assert loaded_metadata == metadata
@@ -113,7 +113,7 @@ def test_what_is_saved_loads_bit_for_bit(
 
 def test_loading_converts_parameters_and_never_the_token_map(tmp_path: Path) -> None:
     head = medusa_head("truncated", dtype=torch.float64)
-    loaded, _ = load_head(saved(head, tmp_path / "head"), dtype=torch.bfloat16)
+    loaded, _ = load_head(saved_in(head, tmp_path / "head"), dtype=torch.bfloat16)
     assert_same_head(loaded, head.bfloat16())
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
 
@@ -132,7 +132,7 @@ def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(
 
 
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
-    folder = saved(medusa_head("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
+    folder = saved_in(medusa_head("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
     for name in (
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
@@ -143,7 +143,7 @@ def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"old")
     second = medusa_head("shared", seed=1)
-    saved(second, folder)
+    saved_in(second, folder)
     assert_same_head(load_head(folder)[0], second)
     assert snapshot(tmp_path).keys() == FILES
     assert not (folder / "adapter").exists()
@@ -178,7 +178,7 @@ def test_a_folder_of_something_else_is_not_replaced(
         (tmp_path / place / name).write_text(text)
     before = snapshot(tmp_path)
     with refused("headstart", sorted(FOREIGN[foreign])[0]):
-        saved(medusa_head(), tmp_path / "head")
+        saved_in(medusa_head(), tmp_path / "head")
     assert snapshot(tmp_path) == before
 
 
@@ -188,7 +188,7 @@ def test_a_folder_of_something_else_is_not_replaced(
 def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
     name: str, tmp_path: Path
 ) -> None:
-    folder = saved(medusa_head(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     (folder / name).parent.mkdir(exist_ok=True)
     if name == "empty":
         (folder / name).mkdir()
@@ -205,13 +205,13 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
     (tmp_path / "precious" / "thesis.tex").write_text("text")
     (tmp_path / "head").symlink_to(tmp_path / "precious")
     with refused("thesis.tex"):
-        saved(medusa_head(), tmp_path / "head")
+        saved_in(medusa_head(), tmp_path / "head")
     (tmp_path / "precious" / "thesis.tex").unlink()
-    saved(medusa_head(), tmp_path / "head")
+    saved_in(medusa_head(), tmp_path / "head")
     assert (tmp_path / "head").is_symlink() and (tmp_path / "precious" / "config.json").is_file()
     (tmp_path / "file").write_text("text")
     with refused(str(tmp_path / "file")):
-        saved(medusa_head(), tmp_path / "file")
+        saved_in(medusa_head(), tmp_path / "file")
 
 
 # The model card.
@@ -220,7 +220,7 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
 def card_of(target: str, folder: Path) -> str:
     """The model card of a head for a target of a name."""
     head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=target))
-    return (saved(head, folder) / "README.md").read_text(encoding="utf-8")
+    return (saved_in(head, folder) / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["package:another", "/tmp/my models/{final}: v2", "C:\\models\\x"])
@@ -290,14 +290,14 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def test_every_tensor_that_does_not_fit_is_named(
     change: dict[str, torch.Tensor], words: str, tmp_path: Path
 ) -> None:
-    folder = saved(medusa_head(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     change_weights(folder, lambda tensors: tensors.update(change))
     with refused("model.safetensors", words):
         load_head(folder)
 
 
 def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
-    folder = saved(medusa_head(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     other = replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4)
     with refused(f"'{folder}' made-up/target 'other' hidden 16 17 vocab 50 51 layers 3 4"):
         load_head(folder, other)
@@ -325,7 +325,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
 def test_a_file_that_is_broken_or_missing_is_named(
     name: str, content: bytes | None, tmp_path: Path
 ) -> None:
-    folder = saved(medusa_head(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
@@ -373,15 +373,15 @@ def test_a_save_that_fails_in_any_part_leaves_what_was_there(
 ) -> None:
     folder = tmp_path / "head"
     if there_before:
-        saved(medusa_head(seed=1), folder)
+        saved_in(medusa_head(seed=1), folder)
     before = snapshot(tmp_path)
     second = medusa_head(seed=2)
     with monkeypatch.context() as broken:
         broken.setattr(owner, part, failing)
         with refused("space", error=OSError):
-            saved(second, folder)
+            saved_in(second, folder)
     assert snapshot(tmp_path) == before
-    assert_same_head(load_head(saved(second, folder))[0], second)
+    assert_same_head(load_head(saved_in(second, folder))[0], second)
 
 
 def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     away."""
     first = medusa_head(seed=1)
     second = medusa_head(seed=2)
-    folder = saved(first, tmp_path / "head")
+    folder = saved_in(first, tmp_path / "head")
     left = tmp_path / "head.partial"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
@@ -397,7 +397,7 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     assert_same_head(load_head(folder)[0], first)
     with refused(str(left)):
         load_head(left)
-    saved(second, folder)
+    saved_in(second, folder)
     assert_same_head(load_head(folder)[0], second)
     assert snapshot(tmp_path).keys() == FILES and not left.exists()
 
@@ -441,7 +441,7 @@ LONG = "x" * 9000
 def test_a_section_that_is_not_a_heads_is_refused_before_memory_is_taken(
     change: Callable[[Any], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved(medusa_head(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     change(config["headstart"])
@@ -477,7 +477,7 @@ def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(
     ids: list[int], tmp_path: Path
 ) -> None:
     """Differences of extreme ids wrap around, and look like an ascending order."""
-    folder = saved(medusa_head("truncated"), tmp_path / "head")
+    folder = saved_in(medusa_head("truncated"), tmp_path / "head")
     tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
     change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
     with refused("token_map 50"):
