@@ -22,7 +22,7 @@ INFO = dataclasses.replace(
 )
 
 
-def build(options: dict[str, object], name: str = "dflash", **more: object) -> Any:
+def block_head(options: dict[str, object], name: str = "dflash", **more: object) -> Any:
     torch.manual_seed(0)
     head = build_head(name, {**options, **more}, INFO).double()
     assert isinstance(head, DFlashHead)
@@ -44,7 +44,7 @@ def modules() -> TargetModules:
     )
 
 
-def batch(head: DFlashHead, positions_BT: Tensor | None = None) -> TargetFeatures:
+def block_batch(head: DFlashHead, positions_BT: Tensor | None = None) -> TargetFeatures:
     torch.manual_seed(2)
     mask_BT = torch.ones(3, TIME, dtype=torch.bool)
     mask_BT[0, :6] = mask_BT[1, 12:] = False

@@ -173,6 +173,11 @@ def build_t5(vocab_size: int, seed: int = 0, layers: int = 2, **options: Any) ->
     return model.requires_grad_(False)
 
 
+def leaving_out(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A dict without these keys."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
 def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
     """Prompts of different lengths as `generate` takes them: token ids [batch, time] and their
     mask."""

@@ -456,7 +456,7 @@ class AnchorView:
             states = [part.to(torch.get_autocast_dtype(device.type)) for part in states]
         if len(query_NHKE) and flex_compiles(states[0]):
             return self.by_flex(compiled_flex(), *states)
-        return _ByChunks.apply(self, *states)
+        return ByChunks.apply(self, *states)
 
     def by_flex(
         self,
@@ -583,7 +583,7 @@ class AnchorView:
         return out_GNXE.transpose(0, 1).unflatten(2, (heads, -1)).flatten(1, 2)
 
 
-class _ByChunks(torch.autograd.Function):
+class ByChunks(torch.autograd.Function):
     """`AnchorView.attend` chunk by chunk; the backward computes the scores again."""
 
     @staticmethod

@@ -35,13 +35,13 @@ def chunk_elements(device: torch.device, on_cpu: int) -> int:
         return on_cpu
     if not torch.cuda.is_available():
         return LARGEST
-    wanted = int(SHARE * _free_bytes(device) / 4)  # 4 bytes of float32
+    wanted = int(SHARE * free_bytes(device) / 4)  # 4 bytes of float32
     # The largest power of two up to `wanted`: 1000 gives 512.
     return max(on_cpu, min(LARGEST, 1 << max(0, wanted.bit_length() - 1)))
 
 
 @lru_cache(maxsize=8)
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Free bytes, and those that torch reserved and does not use.
 
     Read once: chunks of one size from the first step to the last are summed in the same order.

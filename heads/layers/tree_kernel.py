@@ -74,7 +74,7 @@ def _add_block(scores, values, highest, weights, sums, PRECISION: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def _attend_to_part(  # type: ignore[no-untyped-def]
+def attend_to_part(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
@@ -230,7 +230,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 
 class BlockShape(NamedTuple):
-    """How one program of `_attend_to_part` computes."""
+    """How one program of `attend_to_part` computes."""
 
     rows: int
     slots: int
@@ -343,7 +343,7 @@ def tree_attention(
         "PADDED_SIZE": padded_size,
         "PARTS": parts,
     }
-    _attend_to_part[(batch * groups, blocks, parts)](
+    attend_to_part[(batch * groups, blocks, parts)](
         query_BHNE,
         key_BGSE,
         value_BGSE,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_heads import INFO, TIME, VOCAB, WIDTH, batch, build, modules
+from block_heads import INFO, TIME, VOCAB, WIDTH, block_batch, block_head, modules
 from messages import refused
 from torch import nn
 from torch.nn.attention import flex_attention as flex
@@ -33,7 +33,7 @@ OPTIONS = [
 
 
 def test_anchors_are_drawn_anew_in_each_step_and_as_many_as_wished():
-    features = batch(build(OPTIONS[0]))
+    features = block_batch(block_head(OPTIONS[0]))
     whole = DraftPositions.of(features, 3)
     seen = set()
     for _ in range(60):
@@ -57,7 +57,7 @@ def test_each_sequence_of_a_packed_row_has_its_own_anchors(on_host):
     positions_T = torch.arange(TIME) - torch.tensor(
         [max(s for s in starts if s <= t) for t in range(TIME)]
     )
-    features = batch(build(OPTIONS[0]), positions_T.expand(3, -1))
+    features = block_batch(block_head(OPTIONS[0]), positions_T.expand(3, -1))
     features.loss_mask_BT[:, list(starts)] = False  # as in collating
     if on_host:
         features = replace(features, documents_BT=features.sequences_BT)
@@ -75,8 +75,8 @@ def test_each_sequence_of_a_packed_row_has_its_own_anchors(on_host):
 
 
 def test_an_evaluation_has_as_many_anchors_and_the_same_each_time():
-    head = build({**OPTIONS[0], "max_anchors": 3}).eval()
-    features = batch(head)
+    head = block_head({**OPTIONS[0], "max_anchors": 3}).eval()
+    features = block_batch(head)
     state = torch.get_rng_state()
     first, second = head(features), head(features)
     assert int(first.counts_K[0]) == 3 * 3 and torch.equal(first.losses_K, second.losses_K)
@@ -101,7 +101,7 @@ def long_batch(head, packed):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_packed_row_has_the_loss_of_its_rows_and_keeps_no_more(options):
-    head = build(options).eval()
+    head = block_head(options).eval()
     found = []
     for packed in (False, True):
         features = long_batch(head, packed)
@@ -121,7 +121,7 @@ def test_a_packed_row_has_the_loss_of_its_rows_and_keeps_no_more(options):
 
 def views_of(options, packed, monkeypatch):
     """The views of a head's forward, and the states of a layer that attends by each."""
-    head = build(options).eval()
+    head = block_head(options).eval()
     features = long_batch(head, packed)
     calls = []
     monkeypatch.setattr(
@@ -142,7 +142,7 @@ def test_scores_in_chunks_and_flex_attention_find_the_same(options, packed, monk
         sides = []
         for elements in (2**22, 3 * 8 * 40 * 2):
             monkeypatch.setattr(dflash_head, "SCORES_ON_CPU", elements)
-            sides.append(dflash_head._ByChunks.apply(view, *states))
+            sides.append(dflash_head.ByChunks.apply(view, *states))
         assert len(list(view.chunks(states[0]))) > 8
         sides.append(view.by_flex(flex.flex_attention, *states))
         weight = torch.randn_like(sides[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_heads import TIME, VOCAB, batch, build
+from block_heads import TIME, VOCAB, block_batch, block_head
 from messages import refused
 from torch import Tensor
 from torch.nn import functional as F
@@ -59,9 +59,9 @@ def decoded(
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
-    head = build(options, name="dspark").eval()
+    head = block_head(options, name="dspark").eval()
     objective = Objective({"tv": 0.7, "ce": 0.2, "confidence": 0.5}, weights, d_pace_smoothing=0.3)
-    features = batch(head)
+    features = block_batch(head)
     found = DraftPositions.of(features, head.max_depth)
     target_BTV = features.modules.lm_head(features.last_BTD).softmax(-1)
     vocabulary_V = torch.arange(VOCAB) if head.vocabulary_V is None else head.vocabulary_V
@@ -89,9 +89,9 @@ def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
 
 
 def test_a_chain_ends_where_the_head_expects_a_rejection():
-    head = build({"block_size": 5, "markov_rank": 2}, name="dspark").eval()
+    head = block_head({"block_size": 5, "markov_rank": 2}, name="dspark").eval()
     torch.nn.init.zeros_(head.confidence_head["proj"].weight)
-    features = batch(head)
+    features = block_batch(head)
     read = PrefillChunk(
         features.tokens_BT[:1, :4],
         features.tokens_BT[:1, 1:5],

@@ -3,46 +3,28 @@ read."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import build_model
 from messages import refused
 
-from headstart.heads import CheckpointMetadata, Eagle3Head, build_head
-from headstart.heads.checkpoints.save_load import save_head
+from headstart.heads import build_head
 from headstart.inference import Target
 
 VOCAB, WIDTH, BLOCKS = 47, 32, 7
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "truncated": {"draft_vocab_size": 20},
-    "narrow": {
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 4,
-    },
-    "two features": {"feature_layers": [4, -1]},
-    "everything": {
-        "num_layers": 3,
-        "draft_vocab_size": 20,
-        "hidden_size": 24,
-        "qk_norm": True,
-        "fc_norm": True,
-        "norm_output": True,
-        "feature_layers": [0, 2, 5, -1],
-    },
+NARROW = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
 }
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def deep_target() -> Target:
     """Seven blocks, so that EAGLE-3's own choice of layers exists: 1, 2 and 3."""
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     sizes = {"intermediate_size": 40, "max_position_embeddings": 128, "rope_parameters": rope}
@@ -55,21 +37,20 @@ def target() -> Target:
 
 
 @pytest.mark.parametrize("size", [1, 20, VOCAB - 1, VOCAB])
-def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> None:
-    head = build_head("eagle3", {"draft_vocab_size": size}, target.info)
-    assert isinstance(head, Eagle3Head)
+def test_both_maps_name_the_most_frequent_tokens(size: int, deep_target: Target) -> None:
+    head = build_head("eagle3", {"draft_vocab_size": size}, deep_target.info)
     tokens_V = torch.arange(size)
     # before any data is seen, too
     assert head.target_tokens(tokens_V).tolist() == head.t2d.nonzero().flatten().tolist()
     counts_V = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(size)) + 1
-    head.initialize(target.modules, counts_V)
+    head.initialize(deep_target.modules, counts_V)
     chosen = sorted(sorted(range(VOCAB), key=lambda token: -int(counts_V[token]))[:size])
     assert head.d2t.dtype == torch.int64 and head.t2d.dtype == torch.bool
     assert head.d2t.tolist() == [token - i for i, token in enumerate(chosen)]
     assert head.t2d.shape == (VOCAB,) and head.t2d.nonzero().flatten().tolist() == chosen
     assert head.draft_vocab_size == size and head.lm_head.weight.shape == (size, WIDTH)
     assert head.target_tokens(tokens_V[:, None]).tolist() == [[token] for token in chosen]
-    assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight[chosen])
+    assert torch.equal(head.lm_head.weight, deep_target.modules.lm_head.weight[chosen])
 
 
 # How a head begins.
@@ -78,12 +59,11 @@ def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> N
 @pytest.mark.parametrize(("start_at", "block"), [("last", BLOCKS - 1), (0, 0), (3, 3)])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_head_may_begin_with_the_weights_of_a_block(
-    start_at: str | int, block: int, layers: int, target: Target
+    start_at: str | int, block: int, layers: int, deep_target: Target
 ) -> None:
-    head = build_head("eagle3", {"start": start_at, "num_layers": layers}, target.info)
-    assert isinstance(head, Eagle3Head)
-    head.initialize(target.modules, torch.ones(VOCAB))
-    theirs = target.model.model.layers[block].state_dict()
+    head = build_head("eagle3", {"start": start_at, "num_layers": layers}, deep_target.info)
+    head.initialize(deep_target.modules, torch.ones(VOCAB))
+    theirs = deep_target.model.model.layers[block].state_dict()
     first = head.midlayer.state_dict()
     for kind in "qkv":
         weight = first.pop(f"self_attn.{kind}_proj.weight")
@@ -100,22 +80,20 @@ def test_a_head_may_begin_with_the_weights_of_a_block(
 
 
 def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwise(
-    target: Target,
+    deep_target: Target,
 ) -> None:
     for asked in (True, False):
-        head = build_head("eagle3", {"start_lm_head": asked}, target.info)
-        assert isinstance(head, Eagle3Head)
-        head.initialize(target.modules, torch.ones(VOCAB))
-        assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight) == asked
-        assert torch.equal(head.norm.weight, target.modules.norm.weight) == asked
-        assert head.lm_head.weight.data_ptr() != target.modules.lm_head.weight.data_ptr()
+        head = build_head("eagle3", {"start_lm_head": asked}, deep_target.info)
+        head.initialize(deep_target.modules, torch.ones(VOCAB))
+        assert torch.equal(head.lm_head.weight, deep_target.modules.lm_head.weight) == asked
+        assert torch.equal(head.norm.weight, deep_target.modules.norm.weight) == asked
+        assert head.lm_head.weight.data_ptr() != deep_target.modules.lm_head.weight.data_ptr()
 
 
-def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(target: Target) -> None:
-    head = build_head("eagle3", OPTIONS["narrow"], target.info)
-    assert isinstance(head, Eagle3Head)
+def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(deep_target: Target) -> None:
+    head = build_head("eagle3", NARROW, deep_target.info)
     before = head.lm_head.weight.clone()
-    head.initialize(target.modules, torch.ones(VOCAB))
+    head.initialize(deep_target.modules, torch.ones(VOCAB))
     assert torch.equal(head.lm_head.weight, before) and head.embed_tokens.weight.shape == (
         VOCAB,
         16,
@@ -127,60 +105,53 @@ def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(target: Target) -> 
     [(4, (0, 1, 2)), (5, (0, 1, 3)), (6, (0, 2, 4)), (7, (1, 2, 3)), (30, (1, 14, 26))],
 )
 def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
-    blocks: int, layers: tuple[int, ...], target: Target
+    blocks: int, layers: tuple[int, ...], deep_target: Target
 ) -> None:
     assert (
-        build_head("eagle3", {}, replace(target.info, num_layers=blocks)).feature_layers == layers
+        build_head("eagle3", {}, replace(deep_target.info, num_layers=blocks)).feature_layers
+        == layers
     )
 
 
 # What servers read.
 
 
-@pytest.mark.parametrize("name", OPTIONS)
 def test_config_has_the_keys_of_servers_with_both_ways_of_counting_layers(
-    name: str, target: Target, tmp_path: Path
+    deep_target: Target,
 ) -> None:
-    options = OPTIONS[name]
-    head = build_head("eagle3", {"depth": 4, **options}, target.info)
-    save_head(head, tmp_path / "head", CheckpointMetadata())
-    config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
-    layers = options.get("feature_layers", [1, 2, 3])
-    section = config.pop("headstart")
-    assert section["head"] == "eagle3" and options.items() <= section["options"].items()
-    rope = target.info.rope_parameters
-    assert config == {
+    options = {"num_layers": 3, "draft_vocab_size": 20, "feature_layers": [0, 2, 5, -1]}
+    flags = {"qk_norm": True, "fc_norm": True, "norm_output": True}
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    config = build_head("eagle3", {**NARROW, **options, **flags}, deep_target.info).server_config()
+    assert config == NARROW | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": options.get("hidden_size", WIDTH),
         "target_hidden_size": WIDTH,
-        "intermediate_size": options.get("intermediate_size", 40),
-        "num_attention_heads": options.get("num_attention_heads", 4),
-        "num_key_value_heads": options.get("num_key_value_heads", 2),
-        "head_dim": options.get("head_dim", 8),
         "hidden_act": "silu",
-        "rms_norm_eps": target.info.rms_norm_eps,
-        "num_hidden_layers": options.get("num_layers", 1),
+        "rms_norm_eps": deep_target.info.rms_norm_eps,
+        "num_hidden_layers": 3,
         "vocab_size": VOCAB,
-        "draft_vocab_size": options.get("draft_vocab_size", VOCAB),
+        "draft_vocab_size": 20,
         "tie_word_embeddings": False,
         "max_position_embeddings": 128,
         "rope_theta": 10000.0,
-        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_parameters": rope,
         "norm_before_residual": False,
         "norm_before_fc": False,
-        "fc_norm": options.get("fc_norm", False),
-        "norm_output": options.get("norm_output", False),
-        "num_aux_hidden_states": len(layers),
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
-        "torch_dtype": "float32",
+        "fc_norm": True,
+        "norm_output": True,
+        "num_aux_hidden_states": 4,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 6, 0],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [0, 2, 5, -1],
+            "use_aux_hidden_state": True,
+        },
     }
 
 
-def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target) -> None:
-    info = replace(target.info, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+def test_a_rotary_embedding_without_scaling_is_said_to_have_none(deep_target: Target) -> None:
+    info = replace(deep_target.info, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     config = build_head("eagle3", {}, info).server_config()
     assert (config["rope_scaling"], config["rope_theta"]) == (None, 5e5)
 
@@ -188,14 +159,14 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
 # What is refused.
 
 
-def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> None:
-    head = build_head("eagle3", {"draft_vocab_size": 6}, target.info)
+def test_a_draft_vocabulary_larger_than_the_data_is_refused(deep_target: Target) -> None:
+    head = build_head("eagle3", {"draft_vocab_size": 6}, deep_target.info)
     counts_V = torch.zeros(VOCAB, dtype=torch.int64)
     counts_V[10:15] = 3
     with refused("eagle3 draft_vocab_size 6 larger 5"):
-        head.initialize(target.modules, counts_V)
+        head.initialize(deep_target.modules, counts_V)
     counts_V[2] = 1
-    head.initialize(target.modules, counts_V)
+    head.initialize(deep_target.modules, counts_V)
     assert head.target_tokens(torch.arange(6)).tolist() == [2, 10, 11, 12, 13, 14]
 
 
@@ -210,15 +181,15 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> N
     ids=str,
 )
 def test_a_start_from_a_block_of_other_dimensions_is_refused(
-    options: dict[str, int], message: str, target: Target
+    options: dict[str, int], message: str, deep_target: Target
 ) -> None:
-    head = build_head("eagle3", {"start": "last", **options}, target.info)
+    head = build_head("eagle3", {"start": "last", **options}, deep_target.info)
     with refused(message):
-        head.initialize(target.modules, torch.ones(VOCAB))
+        head.initialize(deep_target.modules, torch.ones(VOCAB))
 
 
 @pytest.mark.parametrize("block", [BLOCKS, 99, -BLOCKS - 1])
-def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, target: Target) -> None:
-    head = build_head("eagle3", {"start": block}, target.info)
+def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, deep_target: Target) -> None:
+    head = build_head("eagle3", {"start": block}, deep_target.info)
     with refused(f"eagle3 {block} {BLOCKS}"):
-        head.initialize(target.modules, torch.ones(VOCAB))
+        head.initialize(deep_target.modules, torch.ones(VOCAB))

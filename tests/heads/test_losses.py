@@ -62,7 +62,7 @@ class Problem:
         return [*self.hiddens, *{id(weight): weight for weight in self.lm_heads}.values()]
 
 
-def build(
+def problem_of(
     mask_BT: Tensor,
     depths: int = 3,
     drafted: int | None = None,
@@ -92,8 +92,8 @@ def build(
     return Problem(features, positions, hiddens, lm_heads * depths if shared else lm_heads, chosen)
 
 
-def answers(time: int, seed: int = 0) -> Tensor:
-    """Three rows with answers of many lengths, one of them without any end."""
+def random_mask(time: int, seed: int = 0) -> Tensor:
+    """A loss mask of three rows with answers of many lengths, one of them without any end."""
     random = torch.Generator().manual_seed(seed)
     mask_BT = torch.rand(3, time, generator=random) < 0.9
     mask_BT[2] = True
@@ -103,7 +103,7 @@ def answers(time: int, seed: int = 0) -> Tensor:
 # The reference, from the definitions.
 
 
-def judged(mask_BT: Tensor, depth: int) -> Iterator[tuple[int, int, int]]:
+def judged_places(mask_BT: Tensor, depth: int) -> Iterator[tuple[int, int, int]]:
     """Index, row and time of every draft position whose draft at `depth` is judged."""
     number, (batch, time) = 0, mask_BT.shape
     for row, here in itertools.product(range(batch), range(time - 2)):
@@ -151,7 +151,7 @@ def naive(
     hits = [[0] * ranks for _ in range(depths)]
     for depth in range(depths):
         q_NV = (problem.hiddens[depth] @ problem.lm_heads[depth].T).softmax(-1)
-        for number, row, here in judged(features.loss_mask_BT, depth):
+        for number, row, here in judged_places(features.loss_mask_BT, depth):
             token = int(features.tokens_BT[row, here + 2 + depth])
             label = drafted.index(token) if token in drafted else -1
             p_V = target_BTV[row, here + 1 + depth]
@@ -196,7 +196,7 @@ def naive(
     return HeadOutput(total, torch.stack(by_depth), torch.tensor(counts), torch.tensor(hits))
 
 
-def assert_same(
+def assert_as_defined(
     problem: Problem,
     loss: dict[str, float],
     weights: str = "decay",
@@ -204,9 +204,9 @@ def assert_same(
     top_k: int | None = None,
 ) -> None:
     """Values and gradients."""
-    ranks = 4
-    arguments = (loss, weights, decay, ranks, top_k)
-    found, wanted = problem.solve(*arguments), naive(problem, *arguments)
+    arguments = (loss, weights, decay, 4, top_k)
+    found = problem.solve(*arguments)
+    wanted = naive(problem, *arguments)
     torch.testing.assert_close(found.loss, wanted.loss, **EXACT)
     torch.testing.assert_close(found.losses_K, wanted.losses_K, check_dtype=False, **EXACT)
     assert not found.losses_K.requires_grad
@@ -228,7 +228,7 @@ def assert_same(
     "loss", [*({word: 1.5} for word in LOSSES), MIX], ids=lambda loss: "+".join(loss)
 )
 def test_every_loss_is_that_of_its_definition(loss: dict[str, float], drafted: int | None) -> None:
-    assert_same(build(answers(14), drafted=drafted), loss)
+    assert_as_defined(problem_of(random_mask(14), drafted=drafted), loss)
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 9, 100])
@@ -237,35 +237,18 @@ def test_every_loss_is_that_of_its_definition(loss: dict[str, float], drafted: i
 def test_of_the_target_only_its_most_likely_tokens_are_looked_at(
     loss: str, drafted: int | None, top_k: int
 ) -> None:
-    problem = build(answers(14), drafted=drafted)
-    assert_same(problem, {loss: 1.5}, top_k=top_k)
-    whole = problem.solve({loss: 1.5}, decay=0.7)
-    narrow = problem.solve({loss: 1.5}, decay=0.7, top_k=top_k)
-    assert (narrow.loss.item() == pytest.approx(whole.loss.item(), abs=1e-9)) == (
-        loss == "ce" or top_k >= (drafted or VOCAB)
-    )
+    assert_as_defined(problem_of(random_mask(14), drafted=drafted), {loss: 1.5}, top_k=top_k)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(
     loss: str,
 ) -> None:
-    problem = build(answers(14), drafted=9)
-    modules = problem.features.modules
-    poisoned = modules.lm_head.weight.detach().clone()
-    poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = (
-        math.nan
-    )
-    lm_head = nn.Linear(TARGET_WIDTH, VOCAB, bias=False)
-    lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
-    features = dataclasses.replace(
-        problem.features, modules=dataclasses.replace(modules, lm_head=lm_head)
-    )
-    found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
-    if loss in NEED_MASS:
-        assert found.isnan()
-    else:
-        torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)
+    problem = problem_of(random_mask(14), drafted=9)
+    undrafted_V = torch.ones(VOCAB, dtype=torch.bool)
+    undrafted_V[problem.vocabulary_V] = False
+    problem.features.modules.lm_head.weight[undrafted_V] = math.nan
+    assert problem.solve({loss: 1.0}).loss.isnan() == (loss in NEED_MASS)
 
 
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
@@ -275,7 +258,7 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
 def test_depths_are_weighted_and_lm_heads_learn_from_all_of_theirs(
     depths: int, drafted: int | None, shared: bool, weights: str
 ) -> None:
-    problem = build(answers(30), depths, drafted, shared)
+    problem = problem_of(random_mask(30), depths, drafted, shared)
     # certain of its only token: no loss can move it, and only the weights are at stake
     if drafted == 1:
         found = problem.solve({"tv": 1.0}, weights, 0.7)
@@ -283,13 +266,13 @@ def test_depths_are_weighted_and_lm_heads_learn_from_all_of_theirs(
             found.loss, naive(problem, {"tv": 1.0}, weights, 0.7, 1).loss, **EXACT
         )
     else:
-        assert_same(problem, MIX, weights)
+        assert_as_defined(problem, MIX, weights)
 
 
 def test_two_depths_may_share_an_lm_head_and_the_third_have_its_own() -> None:
-    problem = build(answers(14), shared=False)
+    problem = problem_of(random_mask(14), shared=False)
     first, _, last = problem.lm_heads
-    assert_same(dataclasses.replace(problem, lm_heads=[first, last, first]), MIX, "d_pace")
+    assert_as_defined(dataclasses.replace(problem, lm_heads=[first, last, first]), MIX, "d_pace")
 
 
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
@@ -297,75 +280,71 @@ def test_two_depths_may_share_an_lm_head_and_the_third_have_its_own() -> None:
 def test_chunks_add_up(elements: int, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts fall into the middle of answers, whose deeper drafts are judged by positions of the next
     chunk."""
-    problem = build(answers(80), drafted=9)
+    problem = problem_of(random_mask(80), drafted=9)
     assert len(problem.positions.index_N) > 2 * 70
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", elements)
-    assert_same(problem, {"kl": 1.0, "ce": 0.5}, weights)
+    assert_as_defined(problem, {"kl": 1.0, "ce": 0.5}, weights)
 
 
 @pytest.mark.parametrize("count", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
 def test_no_position_is_lost_between_chunks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     mask_BT = torch.ones(1, count + 2, dtype=torch.bool)
-    assert_same(build(mask_BT, depths=2), {"soft_ce": 1.0})
+    assert_as_defined(problem_of(mask_BT, depths=2), {"soft_ce": 1.0})
 
 
-@pytest.mark.parametrize("ranks", [1, 5, 9, 12])
+@pytest.mark.parametrize("ranks", [1, 12], ids=["the best", "more than can be drafted"])
 def test_hits_count_how_often_the_true_token_is_the_ith_best(ranks: int) -> None:
-    problem = build(answers(30), drafted=9)
+    problem = problem_of(random_mask(30), drafted=9)
     found = problem.solve({"tv": 1.0}, ranks=ranks).hits_KI
-    wanted = naive(problem, {"tv": 1.0}, "decay", 1.0, 12).hits_KI
-    assert found.tolist() == wanted[:, :ranks].tolist()
-    assert wanted.sum() > 0 and not wanted[:, 9:].any()
+    assert found.any()
+    assert found.tolist() == naive(problem, {"tv": 1.0}, "decay", 1.0, ranks).hits_KI.tolist()
 
 
 @pytest.mark.parametrize("frozen", ["hiddens", "lm_heads", "both"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
-    problem = build(answers(14))
-    wanted = torch.autograd.grad(problem.solve(MIX).loss, problem.leaves())
-    hiddens = (
-        problem.hiddens if frozen == "lm_heads" else [hidden.detach() for hidden in problem.hiddens]
-    )
-    lm_heads = problem.lm_heads if frozen == "hiddens" else [problem.lm_heads[0].detach()] * 3
-    part = dataclasses.replace(problem, hiddens=hiddens, lm_heads=lm_heads)
-    found = part.solve(MIX)
-    torch.testing.assert_close(found.loss, problem.solve(MIX).loss, **EXACT)
-    if frozen == "both":
-        assert not found.loss.requires_grad
-        return
-    for mine, theirs in zip(
-        torch.autograd.grad(found.loss, hiddens if frozen == "lm_heads" else lm_heads[:1]),
-        wanted[:3] if frozen == "lm_heads" else wanted[3:],
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, **EXACT)
+    problem = problem_of(random_mask(14))
+    problem.solve(MIX).loss.backward()
+    trained = {id(leaf) for leaf in problem.leaves()}
+    if frozen != "lm_heads":
+        trained -= {id(hidden) for hidden in problem.hiddens}
+    if frozen != "hiddens":
+        trained -= {id(problem.lm_heads[0])}
+    gradients = {id(leaf): leaf.grad for leaf in problem.leaves()}
+    for leaf in problem.leaves():
+        leaf.grad = None
+        leaf.requires_grad_(id(leaf) in trained)
+    loss = problem.solve(MIX).loss
+    assert loss.requires_grad == bool(trained)
+    if trained:
+        loss.backward()
+    for leaf in problem.leaves():
+        expected = gradients[id(leaf)] if id(leaf) in trained else None
+        torch.testing.assert_close(leaf.grad, expected, **EXACT)
 
 
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 def test_a_backward_may_be_repeated_and_scaled(weights: str) -> None:
     """Each backward through a retained graph adds the same gradient, times its own scale."""
-    problem = build(answers(14), shared=False)
+    problem = problem_of(random_mask(14), shared=False)
     loss = problem.solve(MIX, weights).loss
     once = torch.autograd.grad(loss, problem.leaves(), retain_graph=True)
     (0.5 * loss).backward(retain_graph=True)
     (3 * loss).backward(retain_graph=True)
     for leaf, gradient in zip(problem.leaves(), once, strict=True):
         torch.testing.assert_close(leaf.grad, 3.5 * gradient, **EXACT)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
 
 
 def test_a_derivative_of_the_gradient_is_refused() -> None:
-    problem = build(answers(14))
+    problem = problem_of(random_mask(14))
     loss = problem.solve(MIX).loss
     (gradient,) = torch.autograd.grad(loss.square(), problem.hiddens[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with refused("once_differentiable", error=RuntimeError):
         gradient.sum().backward()
 
 
 def test_the_target_learns_nothing() -> None:
-    problem = build(answers(14))
+    problem = problem_of(random_mask(14))
     last_BTD = problem.features.last_BTD.requires_grad_()
     weight = problem.features.modules.lm_head.weight.requires_grad_()
     problem.solve(MIX).loss.backward()
@@ -373,43 +352,17 @@ def test_the_target_learns_nothing() -> None:
 
 
 def test_evaluation_sees_the_same_figures_without_a_graph() -> None:
-    problem = build(answers(14))
+    problem = problem_of(random_mask(14))
     trained = problem.solve(MIX, ranks=3)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             evaluated = problem.solve(MIX, ranks=3)
         assert not evaluated.loss.requires_grad
-        for name in HeadOutput._fields:
-            assert torch.equal(getattr(evaluated, name), getattr(trained, name).detach())
+        for figure, in_training in zip(evaluated, trained, strict=True):
+            assert torch.equal(figure, in_training.detach())
 
 
 # What carries a loss.
-
-
-@pytest.mark.parametrize("weights", ["decay", "d_pace"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_lies_outside_the_answers_changes_nothing(name: str, weights: str) -> None:
-    mask_BT = answers(14)
-    problem = build(mask_BT, drafted=9)
-    features = problem.features
-    before = problem.solve({name: 1.0}, weights, ranks=3)
-    before.loss.backward()
-    gradients = [leaf.grad.clone() for leaf in problem.leaves()]
-    last_BTD = torch.where(mask_BT[..., None], features.last_BTD, 1e3)
-    tokens_BT = torch.where(mask_BT, features.tokens_BT, 0)
-    other = dataclasses.replace(features, last_BTD=last_BTD, tokens_BT=tokens_BT)
-    for leaf in problem.leaves():
-        leaf.grad = None
-    after = dataclasses.replace(problem, features=other).solve({name: 1.0}, weights, ranks=3)
-    after.loss.backward()
-    for name in HeadOutput._fields:
-        torch.testing.assert_close(getattr(after, name), getattr(before, name), **EXACT)
-    for leaf, gradient in zip(problem.leaves(), gradients, strict=True):
-        torch.testing.assert_close(leaf.grad, gradient, **EXACT)
-    for depth in range(3):
-        seen = {number for number, _, _ in judged(mask_BT, depth)}
-        for number, row in enumerate(problem.hiddens[depth].grad):
-            assert number in seen or not row.any()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -419,14 +372,9 @@ def test_a_batch_without_positions_gives_no_loss_and_zero_gradients(
     shape: tuple[int, int], weights: str, shared: bool
 ) -> None:
     """Every rank must hand every parameter a gradient, whatever its batch holds."""
-    problem = build(torch.zeros(shape, dtype=torch.bool), drafted=9, shared=shared)
+    problem = problem_of(torch.zeros(shape, dtype=torch.bool), drafted=9, shared=shared)
     found = problem.solve(MIX, weights, ranks=3)
-    assert (
-        found.loss == 0
-        and found.losses_K.tolist() == [0, 0, 0]
-        and found.counts_K.tolist() == [0, 0, 0]
-    )
-    assert found.hits_KI.tolist() == [[0, 0, 0]] * 3
+    assert not any(figure.any() for figure in found)
     found.loss.backward()
     for leaf in problem.leaves():
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
@@ -434,16 +382,16 @@ def test_a_batch_without_positions_gives_no_loss_and_zero_gradients(
 
 def test_depths_that_no_position_reaches_give_zero_gradients() -> None:
     mask_BT = torch.tensor([[True, True, True, False] * 5])
-    problem = build(mask_BT, depths=4, shared=False)
+    problem = problem_of(mask_BT, depths=4, shared=False)
     found = problem.solve(MIX)
-    assert found.counts_K.tolist() == [9, 4, 0, 0]
     found.loss.backward()
+    assert found.counts_K.tolist() == [9, 4, 0, 0]
     learned = [bool(leaf.grad.any()) for leaf in problem.leaves()]
     assert learned == [True, True, False, False] * 2
 
 
 def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
-    problem = build(answers(14))
+    problem = problem_of(random_mask(14))
     found, wanted = problem.solve({"smooth_l1": 1.0}, ranks=3), problem.solve({"ce": 1.0}, ranks=3)
     assert found.hits_KI.tolist() == wanted.hits_KI.tolist() and found.hits_KI.any()
     assert found.loss == 0 and not found.losses_K.any()
@@ -453,8 +401,8 @@ def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
 
 def test_the_distance_of_predicted_features_is_that_of_eagles_paper() -> None:
     """Smooth L1 to the target's feature at t + 1 + k, the mean over its width."""
-    mask_BT = answers(14)
-    problem = build(mask_BT)
+    mask_BT = random_mask(14)
+    problem = problem_of(mask_BT)
     random = torch.Generator().manual_seed(1)
     shape = (len(problem.positions.index_N), TARGET_WIDTH)
     predicted = [
@@ -465,7 +413,7 @@ def test_the_distance_of_predicted_features_is_that_of_eagles_paper() -> None:
 
     expected_K = torch.zeros(3, dtype=torch.float64)
     for k in range(3):
-        for number, row, time in judged(mask_BT, k):
+        for number, row, time in judged_places(mask_BT, k):
             far_D = predicted[k][number] - problem.features.last_BTD[row, time + 1 + k]
             near = far_D.abs() < 1
             distance_D = torch.where(near, far_D.square() / 2, far_D.abs() - 0.5)
@@ -488,7 +436,7 @@ def test_the_distance_of_predicted_features_is_that_of_eagles_paper() -> None:
 def test_distributions_that_have_nothing_in_common_give_finite_losses(
     dtype: torch.dtype, scale: float
 ) -> None:
-    problem = build(answers(14), dtype=dtype)
+    problem = problem_of(random_mask(14), dtype=dtype)
     far = [(scale * hidden).detach().requires_grad_() for hidden in problem.hiddens]
     problem = dataclasses.replace(problem, hiddens=far)
     problem.features.modules.lm_head.weight.mul_(scale)
@@ -505,41 +453,35 @@ def test_distributions_that_have_nothing_in_common_give_finite_losses(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wanted"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-    ids=str,
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
 )
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_at_least_float32(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
+def test_losses_are_at_least_float32(name: str, dtype: torch.dtype) -> None:
     """And summed there: a loss of several hundred has no digits left in bfloat16. Only logits are
     as narrow."""
-    problem = build(answers(30), dtype=dtype)
+    problem = problem_of(random_mask(30), dtype=dtype)
     found = problem.solve({name: 1.0}, decay=0.5)
+    wanted = torch.promote_types(dtype, torch.float32)
     assert found.loss.dtype == wanted and found.losses_K.dtype == wanted
     # the same logits, but everything after them in float64
-    logits = [
-        hidden.detach() @ weight.detach().T
-        for hidden, weight in zip(problem.hiddens, problem.lm_heads)
-    ]
-    target_BTV = problem.features.modules.lm_head(problem.features.last_BTD).double()
-    modules = dataclasses.replace(
-        problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double()
-    )
-    modules.lm_head.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64))
+    features = problem.features
+    one_to_one = nn.Linear(VOCAB, VOCAB, bias=False)
+    one_to_one.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64), requires_grad=False)
     plain = dataclasses.replace(
         problem,
-        features=dataclasses.replace(problem.features, last_BTD=target_BTV, modules=modules),
-        hiddens=[part.double() for part in logits],
-        lm_heads=[torch.eye(VOCAB, dtype=torch.float64)] * 3,
+        features=dataclasses.replace(
+            features,
+            last_BTD=features.modules.lm_head(features.last_BTD).double(),
+            modules=dataclasses.replace(features.modules, lm_head=one_to_one),
+        ),
+        hiddens=[
+            (hidden @ weight.T).double()
+            for hidden, weight in zip(problem.hiddens, problem.lm_heads, strict=True)
+        ],
+        lm_heads=[one_to_one.weight] * 3,
     )
-    torch.testing.assert_close(
-        found.loss.double(), plain.solve({name: 1.0}, decay=0.5).loss, rtol=2e-5, atol=0
-    )
+    exact = plain.solve({name: 1.0}, decay=0.5).loss
+    torch.testing.assert_close(found.loss.double(), exact, rtol=2e-5, atol=0)
     found.loss.backward()
     assert all(leaf.grad.dtype == dtype for leaf in problem.leaves())
 
@@ -577,10 +519,12 @@ class Wide(TorchDispatchMode):
         return result
 
 
-def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
+def widest(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of the largest wide tensor, and the most elements at any time, with `count`
     positions."""
-    problem = build(torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype)
+    problem = problem_of(
+        torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype
+    )
     with Wide({151, 301}) as wide:
         loss = problem.solve({name: 1.0}, weights, ranks=2).loss
         assert wide.alive() == 0, "something as wide as the vocabulary outlives the forward"
@@ -597,67 +541,55 @@ def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
 ) -> None:
     """All together, too: twice the positions need no more memory."""
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
-    rows, elements = watch(3 * ROWS, name, weights, dtype)
+    rows, elements = widest(3 * ROWS, name, weights, dtype)
     # the target is read at the chunk's positions and up to the deepest draft's
     assert ROWS <= rows <= ROWS + 2
-    assert watch(6 * ROWS, name, weights, dtype) == (rows, elements)
+    assert widest(6 * ROWS, name, weights, dtype) == (rows, elements)
 
 
 def test_a_chunk_is_as_large_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The larger of both vocabularies counts, if the loss looks at it."""
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 100 * 301)
-    rows, _ = watch(400, "tv", "decay", torch.float32)
+    rows, _ = widest(400, "tv", "decay", torch.float32)
     assert 100 <= rows <= 102
-    rows, _ = watch(400, "kl", "decay", torch.float32)
+    rows, _ = widest(400, "kl", "decay", torch.float32)
     assert 100 * 301 // 151 <= rows <= 100 * 301 // 151 + 2
 
 
 # Anchors.
 
 
-def masked(rows: list[tuple[bool, ...]]) -> TargetFeatures:
-    return build(torch.tensor(rows)).features
+def every_mask(time: int) -> Tensor:
+    """All masks of a length are the rows of one batch, so that no row's drafts may reach into the
+    next."""
+    return torch.tensor(list(itertools.product((False, True), repeat=time)))
 
 
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("time", range(1, 8))
 def test_positions_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
-    """All masks of a length are the rows of one batch, so that no row's drafts may reach into the
-    next."""
-    rows = list(itertools.product((False, True), repeat=time))
-    found = DraftPositions.of(masked(rows), depths)
-    wanted = {}
-    for row, mask in enumerate(rows):
-        for here in range(time):
-            reach = [
-                here + 2 + k < time and all(mask[here + 1 : here + 3 + k]) for k in range(depths)
-            ]
-            if reach[0]:
-                wanted[row * time + here] = reach
-    assert found.index_N.tolist() == list(wanted)
-    assert found.valid_NK.tolist() == list(wanted.values())
-    assert found.valid_NK.dtype == torch.bool and found.valid_NK.shape == (len(wanted), depths)
-    judged_by = [[here + 1 + k for k in range(depths)] for here in wanted]
-    for rows, valid, expected in zip(found.rows_NK.tolist(), found.valid_NK.tolist(), judged_by):
-        assert [row for row, own in zip(rows, valid) if own] == [
-            row for row, own in zip(expected, valid) if own
-        ]
+    mask_BT = every_mask(time)
+    found = DraftPositions.of(problem_of(mask_BT).features, depths)
+    drafting = [row * time + here for _, row, here in judged_places(mask_BT, 0)]
+    assert found.index_N.tolist() == drafting
+    assert found.valid_NK.shape == (len(drafting), depths)
+    for depth in range(depths):
+        places = list(judged_places(mask_BT, depth))
+        valid_N = found.valid_NK[:, depth]
+        assert valid_N.nonzero()[:, 0].tolist() == [number for number, _, _ in places]
+        judging = [row * time + here + 1 + depth for _, row, here in places]
+        assert found.rows_NK[valid_N, depth].tolist() == judging
 
 
 @pytest.mark.parametrize("time", range(1, 8))
 def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time: int) -> None:
-    rows = list(itertools.product((False, True), repeat=time))
-    found = DraftPositions.of_answers(masked(rows))
-    wanted = [
-        row * time + here
-        for row, mask in enumerate(rows)
-        for here in range(time - 1)
-        if mask[here + 1]
-    ]
-    assert found.index_N.tolist() == wanted and found.rows_NK.tolist() == [
-        [place] for place in wanted
-    ]
-    assert found.valid_NK.all() and found.valid_NK.shape == (len(wanted), 1)
+    mask_BT = every_mask(time)
+    found = DraftPositions.of_answers(problem_of(mask_BT).features)
+    before_answers = mask_BT.roll(-1, dims=1)
+    before_answers[:, -1] = False
+    assert found.index_N.tolist() == before_answers.flatten().nonzero()[:, 0].tolist()
+    assert found.rows_NK.tolist() == found.index_N[:, None].tolist()
+    assert found.valid_NK.all() and found.valid_NK.shape == found.rows_NK.shape
 
 
 # What is refused.
@@ -673,6 +605,7 @@ def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time
         (({"ce": 0.0, "kl": 0}, "decay", 1.0), "eagle3 needs 0"),
         (({}, "decay", 1.0), "eagle3 needs 0"),
         (({"smooth_l1": 1.0}, "decay", 1.0), "eagle3 'smooth_l1'"),
+        (({"l1": 1.0}, "decay", 1.0), "unknown 'l1'"),
         (({"ce": 1.0}, "pace", 1.0), "eagle3 depth_weights 'pace' decay d_pace"),
         (({"ce": 1.0}, "decay", 0.0), "eagle3 0 0.0"),
         (({"kl": 1.0}, "decay", 1.0, 0), "eagle3 target_top_k 1 0"),
@@ -685,15 +618,17 @@ def test_what_cannot_be_trained_on_is_refused_by_name(objective: Any, message: s
         Objective(*objective).check("eagle3")
 
 
-def test_a_truncated_target_and_reverse_kl_are_taken_one_by_one() -> None:
-    Objective({"ce": 1.0}, target_top_k=8).check("eagle3")
-    Objective({"reverse_kl": 0.1}).check("eagle3")
-
-
-def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
-    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", ("smooth_l1",))
-    with refused("unknown 'l1' smooth_l1"):
-        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", ("smooth_l1",))
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective({"ce": 1.0}, target_top_k=8),
+        Objective({"reverse_kl": 0.1}),
+        Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5),
+    ],
+    ids=lambda objective: "+".join(objective.loss),
+)
+def test_what_can_be_trained_on_is_taken(objective: Objective) -> None:
+    objective.check("eagle", ("smooth_l1",))
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -705,7 +640,7 @@ def test_positions_that_are_left_out_change_nothing_for_the_others(
     """A draft position's gradient is its own, whichever others share its chunk and the target's
     states."""
     monkeypatch.setattr(losses, "positions_at_once", lambda *_: size)
-    whole = build(answers(12), drafted=drafted)
+    whole = problem_of(random_mask(12), drafted=drafted)
     whole.solve({loss: 1.0}, decay=0.7).loss.backward()
     torch.manual_seed(0)
     positions = DraftPositions.of(whole.features, 3, at_most=4)
@@ -729,35 +664,28 @@ def test_positions_that_are_left_out_change_nothing_for_the_others(
 )
 def test_what_is_fused_on_a_gpu_is_one_graph(objective):
     """torch traces it whole, for other numbers of positions too, and gradients are the same."""
-    judged, probabilities = losses.depth_loss.__wrapped__, losses.probabilities.__wrapped__
-    traced_judged, traced_probabilities = (
+    plain = (losses.depth_loss.__wrapped__, losses.probabilities.__wrapped__)
+    traced = [
         torch.compile(function, dynamic=True, backend="aot_eager", fullgraph=True)
-        for function in (judged, probabilities)
-    )
+        for function in plain
+    ]
     for positions in (7, 5):
         torch.manual_seed(positions)
         logits_NV = torch.randn(positions, VOCAB, dtype=torch.bfloat16).requires_grad_()
         target_NV = torch.randn(positions, VOCAB, dtype=torch.bfloat16)
         labels_N = torch.randint(-1, VOCAB, (positions,))
+        valid_N = labels_N >= 0
+        leaves = [logits_NV]
         confidence_N = None
         if "confidence" in objective.loss:
-            confidence_N = torch.randn(positions, dtype=torch.float32).requires_grad_()
-        leaves = [logits_NV] if confidence_N is None else [logits_NV, confidence_N]
+            confidence_N = torch.randn(positions).requires_grad_()
+            leaves.append(confidence_N)
         results = []
-        for judge, probabilities_of in (
-            (judged, probabilities),
-            (traced_judged, traced_probabilities),
-        ):
-            valid_N = labels_N >= 0
-            truth = losses.Truth(
-                probabilities_of(target_NV, None, objective),
-                labels_N,
-                torch.ones_like(valid_N),
-                valid_N,
-                valid_N * 0.5,
-                0.8,
-            )
-            loss, metrics = judge(logits_NV, None, confidence_N, truth, objective, 2)
+        for depth_loss, probabilities in (plain, traced):
+            target_probs_NV = probabilities(target_NV, None, objective)
+            reached_N = torch.ones_like(valid_N)
+            truth = losses.Truth(target_probs_NV, labels_N, reached_N, valid_N, valid_N * 0.5, 0.8)
+            loss, metrics = depth_loss(logits_NV, None, confidence_N, truth, objective, 2)
             results.append([loss.detach(), *metrics, *torch.autograd.grad(loss, leaves)])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)

@@ -10,7 +10,9 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from helpers import leaving_out
 from messages import refused
+from runs import same_tensors
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -35,40 +37,29 @@ needs_mtp = pytest.mark.skipif(
 
 SIZES = helpers.SIZES | {"num_hidden_layers": 3, "pad_token_id": None, "tie_word_embeddings": False}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+ROUTED: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 4,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+ATTENTION = {"layer_types": ["full_attention"] * 3}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "qwen3_next": (
-        EXPERTS
-        | {
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["full_attention"] * 3,
-        }
-    ),
-    "qwen3_5_text": {"layer_types": ["full_attention"] * 3},
-    "glm4_moe": (
-        EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    ),
-    "deepseek_v3": (
-        EXPERTS
-        | {
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-        }
-        | {
-            "head_dim": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
-        }
-    ),
+    "qwen3_next": ATTENTION | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": ATTENTION,
+    "glm4_moe": ROUTED | {"n_group": 1},
+    "deepseek_v3": ROUTED | LATENT | {"n_group": 2},
     # The last layer is a mixture of experts, and MTP layers are dense.
     "ernie4_5_moe": {
         "moe_intermediate_size": 16,
@@ -90,12 +81,13 @@ NEMOTRON: dict[str, Any] = EXPERTS | {
 }
 """Options of a tiny Nemotron-H, whose MTP layer transformers' MTP model cannot have: it is two of
 its blocks."""
+TOKENS_BT = helpers.random_ids(13, 2, 12, seed=2)
 FIRST_LAYER = 3
 """Number by which a checkpoint of DeepSeek's or GLM's family calls its first MTP layer: that of the
 model's blocks."""
 
 
-def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
+def tiny_model_of(kind: str, vocab_size: int = 13) -> PreTrainedModel:
     """A random model of a type in float32."""
     torch.manual_seed(0)
     options = NEMOTRON if kind == "nemotron_h" else KINDS.get(kind, {})
@@ -121,11 +113,18 @@ def random_mtp(model: PreTrainedModel, **options: Any) -> MtpHead:
 
 
 @torch.no_grad()
-def features_of(model: PreTrainedModel, tokens_BT: torch.Tensor) -> TargetFeatures:
+def features_after(model: PreTrainedModel, tokens_BT: torch.Tensor) -> TargetFeatures:
     """What the head reads, from the model itself: hybrids are no targets for trees."""
     last_BTD = model(tokens_BT, output_hidden_states=True).hidden_states[-1]
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     return TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, target_modules(model))
+
+
+def assert_same_logits(found_BTV: torch.Tensor, expected_BTV: torch.Tensor) -> None:
+    """Up to rounding in float32."""
+    largest = float(expected_BTV.abs().max())
+    assert largest > 0.5
+    torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * largest)
 
 
 def mtp_model_of(model: PreTrainedModel, head: MtpHead) -> Any:
@@ -156,68 +155,46 @@ def mtp_model_of(model: PreTrainedModel, head: MtpHead) -> Any:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
     """Every depth, at every position, of a head with a layer for each."""
-    model = tiny_model(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model, num_layers=2, depth=2)
     theirs = mtp_model_of(model, head)
-    tokens_BT = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(2))
-    features = features_of(model, tokens_BT)
+    features = features_after(model, TOKENS_BT)
     expected_BTD = features.features_BTF
     with torch.no_grad():
-        drafts = head.drafts(features, 2)
-        for k, draft_BTD in enumerate(drafts):
-            next_BT = F.pad(tokens_BT[:, 1 + k :], (0, 1 + k), value=int(tokens_BT[0, -1]))
+        for k, draft_BTD in enumerate(head.drafts(features, 2)):
+            next_BT = F.pad(TOKENS_BT[:, 1 + k :], (0, 1 + k))
             positions_BT = torch.arange(1 + k, 13 + k).expand(2, -1)
             expected_BTD = theirs.forward_layer(
                 k, expected_BTD, positions_BT, None, input_ids=next_BT
             )
             true = slice(0, 11 - k)
             found_BTV = features.modules.logits(draft_BTD)[:, true]
-            expected_BTV = theirs._project_to_logits(expected_BTD)[:, true]
-            assert expected_BTV.abs().max() > 0.5
-            torch.testing.assert_close(
-                found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max())
-            )
-
-
-def causal_mask(length: int) -> torch.Tensor:
-    """Of a forward over a whole text, as transformers' eager attention adds it."""
-    return torch.full((length, length), -torch.inf).triu(1)[None, None]
+            assert_same_logits(found_BTV, theirs._project_to_logits(expected_BTD)[:, true])
 
 
 def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
     """A block with attention, which has no positions, and one with experts, run by transformers
     over the whole text."""
-    model = tiny_model("nemotron_h")
+    model = tiny_model_of("nemotron_h")
     head = random_mtp(model)
-    tokens_BT = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(2))
-    features = features_of(model, tokens_BT)
-    state = head.state_dict()
-    layer = {name.removeprefix("mtp_layers.0."): tensor for name, tensor in state.items()}
+    features = features_after(model, TOKENS_BT)
+    layer = head.mtp_layers[0]
     blocks: Any = model.model.layers[1:]
-    for number, block in enumerate(blocks):
-        beginning = f"blocks.{number}."
-        block.load_state_dict(
-            {name.removeprefix(beginning): layer[name] for name in layer if beginning in name}
-        )
+    blocks.load_state_dict(layer.blocks.state_dict())
 
-    def norm(name: str, x_BTD: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x_BTD, (32,), layer[f"{name}.weight"], model.config.layer_norm_epsilon)
+    def norm(own: Any, x_BTD: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x_BTD, (32,), own.weight, model.config.layer_norm_epsilon)
 
-    embeds_BTD = features.modules.embed(tokens_BT[:, 1:])
-    pair = [
-        norm("token_layernorm", embeds_BTD),
-        norm("hidden_layernorm", features.features_BTF[:, :-1]),
-    ]
+    tokens_BTD = norm(layer.token_layernorm, features.modules.embed(TOKENS_BT[:, 1:]))
+    hidden_BTD = norm(layer.hidden_layernorm, features.features_BTF[:, :-1])
+    causal_mask = torch.full((11, 11), -torch.inf).triu(1)[None, None]
     with torch.no_grad():
-        expected_BTD = F.linear(torch.cat(pair, dim=-1), layer["input_proj.weight"])
+        expected_BTD = layer.input_proj(torch.cat([tokens_BTD, hidden_BTD], dim=-1))
         for block in blocks:
-            expected_BTD = block(expected_BTD, attention_mask=causal_mask(11))
-        expected_BTV = features.modules.logits(norm("final_layernorm", expected_BTD))
+            expected_BTD = block(expected_BTD, attention_mask=causal_mask)
+        expected_BTV = features.modules.logits(norm(layer.final_layernorm, expected_BTD))
         found_BTV = features.modules.logits(head.drafts(features, 1)[0])[:, :-1]
-    assert expected_BTV.abs().max() > 0.5
-    torch.testing.assert_close(
-        found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max())
-    )
+    assert_same_logits(found_BTV, expected_BTV)
 
 
 # Heads in a model's own checkpoint.
@@ -296,7 +273,7 @@ def save_with(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def read(model: PreTrainedModel, folder: Path) -> MtpHead:
+def read_head(model: PreTrainedModel, folder: Path) -> MtpHead:
     info = target_info(model.config, str(folder), model.config.vocab_size, 3)
     return read_native_mtp(folder, info, described(model.config))
 
@@ -318,7 +295,7 @@ def read(model: PreTrainedModel, folder: Path) -> MtpHead:
 def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(
     kind, family, layers, shards, tmp_path
 ) -> None:
-    model = tiny_model(kind)
+    model = tiny_model_of(kind)
     order = {"hidden_first": True, "zero_first": True} if family == "mimo" else {}
     head = random_mtp(model, num_layers=layers, depth=layers, **order)
     if family == "ernie":
@@ -328,16 +305,10 @@ def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(
         tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(2, 2)
         tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(2, 2)
     save_with(model, tensors, tmp_path, shards)
-    found = read(model, tmp_path)
+    found = read_head(model, tmp_path)
     assert found.config.num_layers == layers
-    assert (found.config.hidden_first, found.config.zero_first) == (
-        family == "mimo",
-        family == "mimo",
-    )
-    state = head.state_dict()
-    assert found.state_dict().keys() == state.keys()
-    for name, tensor in found.state_dict().items():
-        assert torch.equal(tensor, state[name]), name
+    assert found.config.hidden_first == found.config.zero_first == (family == "mimo")
+    assert same_tensors(found.state_dict(), head.state_dict())
 
 
 def share_the_norm(head: MtpHead, model: PreTrainedModel) -> None:
@@ -361,60 +332,48 @@ def share_the_norm(head: MtpHead, model: PreTrainedModel) -> None:
 def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(
     kind, family, norm, tmp_path
 ) -> None:
-    model = tiny_model(kind)
+    model = tiny_model_of(kind)
     tensors = as_named(random_mtp(model), family)
-    less = {name: tensor for name, tensor in tensors.items() if name != norm}
-    expert = next((name for name in tensors if name.endswith("experts.2.up_proj.weight")), None)
+    sinks = "model.mtp.layers.0.pre_mlp_layernorm.weight"
     cases = {
-        f"missing tensor '{norm}'": less,
-        f"tensor '{norm}' of shape (31,) instead of (32,)": less | {norm: torch.ones(31)},
-        f"'{norm}' has values that are infinite or not numbers": less
-        | {norm: torch.full((32,), torch.nan)},
-        f"unknown tensor '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
-        "brings no MTP head": {},
-        "named as in no family here: mtp.strange.weight": {"mtp.strange.weight": torch.ones(2)},
-        "attend to a sliding window with attention sinks": {
-            "model.mtp.layers.0.pre_mlp_layernorm.weight": torch.ones(32),
+        f"missing '{norm}'": leaving_out(tensors, norm),
+        f"'{norm}' shape (31,) (32,)": tensors | {norm: torch.ones(31)},
+        f"'{norm}' infinite": tensors | {norm: torch.full((32,), torch.nan)},
+        f"unknown '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
+        "no MTP": {},
+        "mtp.strange.weight": {"mtp.strange.weight": torch.ones(2)},
+        "sliding window sinks": {
+            sinks: torch.ones(32),
             "model.mtp.layers.0.eh_proj.weight": torch.ones(32, 64),
         },
     }
+    expert = next((name for name in tensors if name.endswith("experts.2.up_proj.weight")), None)
     if expert is not None:
-        fewer = {name: tensor for name, tensor in tensors.items() if name != expert}
-        cases[
-            (
-                "mixer.experts.2.up_proj.weight'"
-                if family == "nemotron"
-                else "mlp.experts.2.up_proj.weight'"
-            )
-        ] = fewer
-        cases["its MTP head cannot be read:"] = tensors | {expert: tensors[expert][:, :5].clone()}
-    for number, (message, given) in enumerate(cases.items()):
-        folder = tmp_path / str(number)
-        save_with(model, given, folder, shards=number % 2 == 0)
-        with refused(message):
-            read(model, folder)
+        cases["experts.2.up_proj.weight'"] = leaving_out(tensors, expert)
+        cases["MTP read"] = tensors | {expert: tensors[expert][:, :5].clone()}
+    for number, (words, wrong) in enumerate(cases.items()):
+        save_with(model, wrong, tmp_path / str(number), shards=number % 2 == 0)
+        with refused(words):
+            read_head(model, tmp_path / str(number))
 
 
 def test_experts_of_a_head_in_fp8_are_scaled_by_their_blocks(tmp_path) -> None:
-    model = tiny_model("glm4_moe")
+    model = tiny_model_of("glm4_moe")
     head = random_mtp(model)
     tensors = as_named(head, "deepseek")
     name = "model.layers.3.eh_proj.weight"
     scale = torch.tensor([[0.5]])
     tensors |= {f"{name}_scale_inv": scale, name: (tensors[name] / 0.5).to(torch.float8_e4m3fn)}
     save_with(model, tensors, tmp_path)
-    found = read(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
+    found = read_head(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
     torch.testing.assert_close(
         found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01
     )
 
 
 def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
-    model = tiny_model("nemotron_h")
-    model.config.mtp_layers_block_type = [
-        model.config.layers_block_type[0],
-        *model.config.layers_block_type[1:],
-    ]
+    model = tiny_model_of("nemotron_h")
+    model.config.mtp_layers_block_type = model.config.layers_block_type
     with refused("attention state"):
         random_mtp(model)
 
@@ -428,7 +387,7 @@ def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
 def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers, tmp_path) -> None:
     """The same tokens as `generate(use_mtp=True)`, by the same drafts; a tree accepts more of
     them."""
-    model = tiny_model(kind, vocab_size=4)
+    model = tiny_model_of(kind, vocab_size=4)
     save_with(
         model, as_named(random_mtp(model, num_layers=layers, depth=layers), "deepseek"), tmp_path
     )
@@ -438,11 +397,8 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
         rf"model\.layers\.{FIRST_LAYER + k}\..*" for k in range(layers)
     ]
     prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
-    settings = {
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(prompt_1T),
-    }
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    settings["attention_mask"] = torch.ones_like(prompt_1T)
     forwards: list[int] = []
     hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     theirs = model.generate(prompt_1T, use_mtp=True, **settings)
@@ -452,31 +408,32 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
     lm = SpeculativeLM.from_pretrained(
         model, "mtp", tree=f"chain:{layers}", adaptive=False, compile=False
     )
-    chain = lm.generate(prompt_1T, pad_token_id=0, **settings)
+    chain = lm.generate(prompt_1T, **settings)
     assert torch.equal(chain.sequences, theirs)
     assert chain.stats.rounds == rounds < 39, "no draft was accepted, so nothing was shown"
     tree = SpeculativeLM.from_pretrained(
         model, "mtp", tree=f"dynamic:10:{layers}:3", adaptive=False
     )
-    output = tree.generate(prompt_1T, pad_token_id=0, **settings)
+    output = tree.generate(prompt_1T, **settings)
     assert torch.equal(output.sequences, theirs)
     assert output.stats.rounds < rounds
 
 
 def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeypatch) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path / "plain")
+    model = tiny_model_of("llama")
+    folder = tmp_path / "plain"
+    model.save_pretrained(folder)
     with refused("MTP --head.type"):
-        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp")
+        SpeculativeLM.from_pretrained(folder, "mtp")
     with refused("'LlamaForCausalLM'"):
         SpeculativeLM.from_pretrained(model, "mtp")
     with refused("revision"):
-        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp", head_revision="main")
+        SpeculativeLM.from_pretrained(folder, "mtp", head_revision="main")
     monkeypatch.chdir(tmp_path)
     Path("mtp").mkdir()
     Path("mtp/config.json").write_text("{}")
     with refused("'./mtp'"):
-        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp")
+        SpeculativeLM.from_pretrained(folder, "mtp")
 
 
 # Heads written back, imported, and started from.
@@ -495,7 +452,7 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
 ) -> None:
     """By the names of the family; all other tensors are what they were, and the model is loaded as
     before."""
-    model = tiny_model(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model)
     save_with(model, as_named(head, family), tmp_path / "before", shards)
     tuned = random_mtp(model)
@@ -503,13 +460,10 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
         parameter.data += 1
     write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")
     write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")  # over an earlier one
-    found = read(model, tmp_path / "after").state_dict()
-    for name, tensor in tuned.state_dict().items():
-        assert torch.equal(found[name], tensor), name
+    assert same_tensors(read_head(model, tmp_path / "after").state_dict(), tuned.state_dict())
     assert all_tensors(tmp_path / "after").keys() == all_tensors(tmp_path / "before").keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    assert same_tensors(again.state_dict(), model.state_dict())
     plain = tmp_path / "plain"
     model.save_pretrained(plain)
     with refused("MTP"):
@@ -520,14 +474,14 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
 
 
 def test_a_head_that_uses_its_models_norm_is_written_only_with_that_norm(tmp_path) -> None:
-    model = tiny_model("ernie4_5_moe")
+    model = tiny_model_of("ernie4_5_moe")
     head = random_mtp(model)
     share_the_norm(head, model)
     save_with(model, as_named(head, "ernie"), tmp_path / "before")
     head.state_dict()["mtp_layers.0.input_proj.weight"].add_(1)
     write_native_mtp(head, tmp_path / "before", tmp_path / "after")
     assert torch.equal(
-        read(model, tmp_path / "after").mtp_layers[0].input_proj.weight,
+        read_head(model, tmp_path / "after").mtp_layers[0].input_proj.weight,
         head.mtp_layers[0].input_proj.weight,
     )
     head.state_dict()["mtp_layers.0.final_layernorm.weight"].add_(1)
@@ -536,22 +490,16 @@ def test_a_head_that_uses_its_models_norm_is_written_only_with_that_norm(tmp_pat
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Of all files that an index names."""
+    """Of all files of a checkpoint."""
     found: dict[str, torch.Tensor] = {}
-    index = folder / "model.safetensors.index.json"
-    files = (
-        set(json.loads(index.read_text())["weight_map"].values())
-        if index.exists()
-        else {"model.safetensors"}
-    )
-    for file in files:
-        found |= load_file(folder / file)
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
     return found
 
 
 def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path) -> None:
     """The folder that `save_head` writes, without the section that only headstart reads."""
-    model = tiny_model("qwen3")
+    model = tiny_model_of("qwen3")
     head = random_mtp(model, depth=4)
     save_head(head, tmp_path, CheckpointMetadata())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -559,15 +507,14 @@ def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path)
     info = target_info(model.config, "tiny", 13, 3)
     found, source = import_head(config, load_file(tmp_path / "model.safetensors"), info)
     assert source.form == "speculators-mtp" and found.max_depth == 8
-    state = head.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in found.state_dict().items())
+    assert same_tensors(found.state_dict(), head.state_dict())
     config["transformer_layer_config"]["hidden_size"] = 64
     with refused("hidden_size 64 'tiny' 32"):
         import_head(config, load_file(tmp_path / "model.safetensors"), info)
 
 
 def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
-    model = tiny_model("glm4_moe")
+    model = tiny_model_of("glm4_moe")
     native = random_mtp(model)
     save_with(model, as_named(native, "deepseek"), tmp_path)
     target = Target.from_pretrained(tmp_path, torch.float32)
@@ -577,17 +524,11 @@ def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
     head = head_of(config, target.info, target.config)
     assert isinstance(head, MtpHead) and head.kind == "glm4_moe"
     warm_start(head, "mtp", target, torch.ones(13), {"tokenizer": "any"})
-    state = native.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+    assert same_tensors(head.state_dict(), native.state_dict())
     other = dataclasses.replace(config, head={"type": "mtp", "hidden_first": True})
+    different = head_of(other, target.info, target.config)
     with refused("hidden_first False True"):
-        warm_start(
-            head_of(other, target.info, target.config),
-            "mtp",
-            target,
-            torch.ones(13),
-            {"tokenizer": "any"},
-        )
+        warm_start(different, "mtp", target, torch.ones(13), {"tokenizer": "any"})
 
 
 @pytest.mark.parametrize(
@@ -598,7 +539,7 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(
 ) -> None:
     """The block's outputs are made small, so that the embedding counts soon; norms after them would
     undo that."""
-    model = tiny_model(kind)
+    model = tiny_model_of(kind)
     head = random_mtp(model, start="last")
     head.initialize(target_modules(model), torch.ones(13))
     block, layer = model.model.layers[-1].state_dict(), head.mtp_layers[0].state_dict()
@@ -610,9 +551,7 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(
         else:
             assert torch.equal(layer[name], tensor)
     assert torch.equal(layer["final_layernorm.weight"], model.model.norm.weight)
-    features = features_of(
-        model, torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3))
-    )
+    features = features_after(model, TOKENS_BT)
     moved: list[float] = []
     run = head.draft_layers.run
 

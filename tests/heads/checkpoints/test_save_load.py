@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from messages import refused
+from runs import same_tensors
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -41,19 +42,27 @@ MEASURED = {
             "interval": [1.5912, 1.6958],
             "acceptance_rate_by_depth": [0.4321, 0.3765],
             "rounds": 300,
-        },
-        "tree": {
-            "nodes": 16,
-            "acceptance_length": 2.1234,
-            "interval": [2.0412, 2.2056],
-            "acceptance_rate_by_depth": [0.6142, 0.5521],
-            "rounds": 250,
-        },
+        }
     },
 }
 
 
-def build(name: str = "own", seed: int = 0, dtype: torch.dtype = torch.float32) -> DraftHead:
+FILES = {
+    "head/README.md",
+    "head/config.json",
+    "head/custom_generate/generate.py",
+    "head/model.safetensors",
+}
+"""What a head in a folder `head` is."""
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def medusa_head(name: str = "own", seed: int = 0, dtype: torch.dtype = torch.float32) -> DraftHead:
     torch.manual_seed(seed)
     head = build_head("medusa", OPTIONS[name], INFO)
     for parameter in head.parameters():
@@ -63,22 +72,16 @@ def build(name: str = "own", seed: int = 0, dtype: torch.dtype = torch.float32) 
     return head.to(dtype)
 
 
-def save(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = None) -> Path:
+def saved_in(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = None) -> Path:
     save_head(head, folder, metadata or CheckpointMetadata())
     return folder
 
 
-def assert_same(found: DraftHead, wanted: DraftHead) -> None:
+def assert_same_head(found: DraftHead, wanted: DraftHead) -> None:
     """The same kind of head with the same bits."""
-    assert (
-        type(found) is type(wanted)
-        and found.config == wanted.config
-        and found.target == wanted.target
-    )
-    ours, theirs = found.state_dict(), wanted.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    assert type(found) is type(wanted)
+    assert found.config == wanted.config and found.target == wanted.target
+    assert same_tensors(found.state_dict(), wanted.state_dict())
 
 
 # The round trip.
@@ -97,71 +100,53 @@ def assert_same(found: DraftHead, wanted: DraftHead) -> None:
 def test_what_is_saved_loads_bit_for_bit(
     name: str, dtype: torch.dtype, tree: Any, tmp_path: Path
 ) -> None:
-    head = build(name, dtype=dtype)
+    head = medusa_head(name, dtype=dtype)
     metadata = CheckpointMetadata(
         tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED
     )
-    folder = save(head, tmp_path / "new" / "head", metadata)
+    folder = saved_in(head, tmp_path / "new" / "head", metadata)
     loaded, loaded_metadata = load_head(folder, INFO)
-    assert_same(loaded, head)
+    assert_same_head(loaded, head)
     assert loaded_metadata == metadata
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert files == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
-    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+    assert snapshot(folder.parent).keys() == FILES
 
 
 def test_loading_converts_parameters_and_never_the_token_map(tmp_path: Path) -> None:
-    head = build("truncated", dtype=torch.float64)
-    loaded, _ = load_head(save(head, tmp_path / "head"), dtype=torch.bfloat16)
-    assert_same(loaded, head.bfloat16())
+    head = medusa_head("truncated", dtype=torch.float64)
+    loaded, _ = load_head(saved_in(head, tmp_path / "head"), dtype=torch.bfloat16)
+    assert_same_head(loaded, head.bfloat16())
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
 
 
 def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(
     tmp_path: Path,
 ) -> None:
-    save_head(build(), tmp_path / "head", CheckpointMetadata())
+    save_head(medusa_head(), tmp_path / "head", CheckpointMetadata())
     path = tmp_path / "head" / "config.json"
     config = json.loads(path.read_text())
     assert not set(config["headstart"]["options"]) & set(OBJECTIVE_OPTIONS)
     objective = {"loss": {"ce": 1.0}, "depth_weights": "decay", "decay": 0.8, "target_top_k": None}
     config["headstart"]["options"] |= objective
     path.write_text(json.dumps(config))
-    assert_same(load_head(tmp_path / "head")[0], build())
+    assert_same_head(load_head(tmp_path / "head")[0], medusa_head())
 
 
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
-    folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
-    stale = (
+    folder = saved_in(medusa_head("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
+    for name in (
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
         "adapter/adapter_config.json",
-    )
-    for name in (
-        *stale,
         "custom_generate/__pycache__/generate.cpython-311.pyc",
         ".config.json.12.partial",
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"old")
-    second = build("shared", seed=1)
-    save(second, folder)
-    assert_same(load_head(folder)[0], second)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
-        "config.json",
-        "custom_generate",
-        "model.safetensors",
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    second = medusa_head("shared", seed=1)
+    saved_in(second, folder)
+    assert_same_head(load_head(folder)[0], second)
+    assert snapshot(tmp_path).keys() == FILES
+    assert not (folder / "adapter").exists()
 
 
 FOREIGN = {
@@ -174,24 +159,27 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("place", ["head", "head.partial", "head.replaced"])
-@pytest.mark.parametrize("foreign", FOREIGN)
+LEFT_BY_A_KILL = ("a model's files", "weights alone", "a broken config")
+"""What a killed save may have left in a `.partial` folder."""
+PLACES = [
+    (place, foreign)
+    for place in ("head", "head.partial", "head.replaced")
+    for foreign in FOREIGN
+    if place != "head.partial" or foreign not in LEFT_BY_A_KILL
+]
+
+
+@pytest.mark.parametrize(("place", "foreign"), PLACES)
 def test_a_folder_of_something_else_is_not_replaced(
     foreign: str, place: str, tmp_path: Path
 ) -> None:
-    if place == "head.partial" and foreign in (
-        "a model's files",
-        "weights alone",
-        "a broken config",
-    ):
-        pytest.skip("a killed save may have left these")
     for name, text in FOREIGN[foreign].items():
         (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place / name).write_text(text)
     before = snapshot(tmp_path)
-    with refused("headstart") as caught:
-        save(build(), tmp_path / "head")
-    assert sorted(FOREIGN[foreign])[0] in str(caught.value) and snapshot(tmp_path) == before
+    with refused("headstart", sorted(FOREIGN[foreign])[0]):
+        saved_in(medusa_head(), tmp_path / "head")
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -200,7 +188,7 @@ def test_a_folder_of_something_else_is_not_replaced(
 def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
     name: str, tmp_path: Path
 ) -> None:
-    folder = save(build(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     (folder / name).parent.mkdir(exist_ok=True)
     if name == "empty":
         (folder / name).mkdir()
@@ -208,7 +196,7 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
         (folder / name).write_text("mine")
     before = snapshot(tmp_path)
     with refused(name):
-        save_head(build(seed=1), folder)
+        save_head(medusa_head(seed=1), folder)
     assert snapshot(tmp_path) == before and (folder / name).exists()
 
 
@@ -217,54 +205,56 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
     (tmp_path / "precious" / "thesis.tex").write_text("text")
     (tmp_path / "head").symlink_to(tmp_path / "precious")
     with refused("thesis.tex"):
-        save(build(), tmp_path / "head")
+        saved_in(medusa_head(), tmp_path / "head")
     (tmp_path / "precious" / "thesis.tex").unlink()
-    save(build(), tmp_path / "head")
+    saved_in(medusa_head(), tmp_path / "head")
     assert (tmp_path / "head").is_symlink() and (tmp_path / "precious" / "config.json").is_file()
     (tmp_path / "file").write_text("text")
     with refused(str(tmp_path / "file")):
-        save(build(), tmp_path / "file")
+        saved_in(medusa_head(), tmp_path / "file")
 
 
 # The model card.
 
 
-def front_matter(folder: Path) -> dict[str, Any]:
-    _, block, _ = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-    return dict(yaml.safe_load(block))
+def card_of(target: str, folder: Path) -> str:
+    """The model card of a head for a target of a name."""
+    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=target))
+    return (saved_in(head, folder) / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["package:another", "/tmp/my models/{final}: v2", "C:\\models\\x"])
 def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: Path) -> None:
-    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
-    front = front_matter(save(head, tmp_path / "head"))
+    _, block, _ = card_of(name, tmp_path / "head").split("---\n", 2)
+    front = yaml.safe_load(block)
     # which must be on the Hub
     assert front["library_name"] == "headstart" and "base_model" not in front
 
 
 @pytest.mark.parametrize(
-    ("name", "loadable"),
+    ("target", "served"),
     [
-        ("made-up/target", True),
-        ("/models/mine", True),
-        ("package:another", False),
-        ("/models/x.Q4_K_M.GGUF", False),
+        ("made-up/target", "made-up/target"),
+        ("/models/mine", "/models/mine"),
+        ("package:another", "MODEL"),
+        ("/models/x.Q4_K_M.GGUF", "MODEL"),
     ],
 )
 def test_the_card_tells_a_server_to_load_what_servers_load(
-    name: str, loadable: bool, tmp_path: Path
+    target: str, served: str, tmp_path: Path
 ) -> None:
-    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
-    card = (save(head, tmp_path / "head") / "README.md").read_text(encoding="utf-8")
-    command = next(line for line in card.splitlines() if line.startswith("vllm serve"))
-    assert command == (f"vllm serve {name} \\" if loadable else "vllm serve MODEL \\")
-    assert ("in place of MODEL" in card) is not loadable
-    if not loadable:
-        listed = model_card(
-            json.loads((tmp_path / "head" / "config.json").read_text())["headstart"],
-            Listing("a/b", "c/d"),
-        )
-        assert "vllm serve c/d \\" in listed and "MODEL" not in listed
+    card = card_of(target, tmp_path / "head")
+    assert f"vllm serve {served} \\\n" in card
+    assert ("in place of MODEL" in card) == (served == "MODEL")
+
+
+def test_the_card_of_a_published_head_names_the_model_that_it_is_listed_with(
+    tmp_path: Path,
+) -> None:
+    card_of("package:another", tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    listed = model_card(config["headstart"], Listing("a/b", "c/d"))
+    assert "vllm serve c/d \\\n" in listed and "MODEL" not in listed
 
 
 # Strict loading.
@@ -300,21 +290,20 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def test_every_tensor_that_does_not_fit_is_named(
     change: dict[str, torch.Tensor], words: str, tmp_path: Path
 ) -> None:
-    folder = save(build(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     change_weights(folder, lambda tensors: tensors.update(change))
     with refused("model.safetensors", words):
         load_head(folder)
 
 
 def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
-    folder = save(build(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     other = replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4)
     with refused(f"'{folder}' made-up/target 'other' hidden 16 17 vocab 50 51 layers 3 4"):
         load_head(folder, other)
-    for field in ("hidden_size", "vocab_size", "num_layers"):
-        with refused(field.replace("_", " "), "5") as caught:
-            load_head(folder, replace(INFO, **{field: 5}))
-        assert str(caught.value).count("(head)") == 1
+    for dimension in ("hidden_size", "vocab_size", "num_layers"):
+        with refused(dimension.replace("_", " "), "5"):
+            load_head(folder, replace(INFO, **{dimension: 5}))
     load_head(folder, replace(INFO, name="the same under another name"))
 
 
@@ -336,7 +325,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
 def test_a_file_that_is_broken_or_missing_is_named(
     name: str, content: bytes | None, tmp_path: Path
 ) -> None:
-    folder = save(build(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
@@ -363,54 +352,54 @@ def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def no_second_rename(path: Path, to: Path, rename: Any = Path.rename) -> object:
+    """The folder that is there already can be moved away, and no other to its place."""
+    return no_space() if path.name.endswith(".partial") else rename(path, to)
+
+
 @pytest.mark.parametrize(
-    "part", ["save_torch_state_dict", "model_card", "write_text", "rename", "second rename"]
+    ("owner", "part", "failing"),
+    [
+        (checkpoint, "save_torch_state_dict", no_space),
+        (checkpoint, "model_card", no_space),
+        (Path, "write_text", no_space),
+        (Path, "rename", no_space),
+        (Path, "rename", no_second_rename),
+    ],
 )
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_save_that_fails_in_any_part_leaves_what_was_there(
-    part: str, there_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, part: str, failing: Any, there_before: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    if part == "second rename" and not there_before:
-        pytest.skip("there is one rename where nothing is replaced")
-    folder, first = tmp_path / "head", build("own", seed=1)
+    folder = tmp_path / "head"
     if there_before:
-        save(first, folder)
+        saved_in(medusa_head(seed=1), folder)
     before = snapshot(tmp_path)
+    second = medusa_head(seed=2)
     with monkeypatch.context() as broken:
-        if part in ("save_torch_state_dict", "model_card"):
-            broken.setattr(checkpoint, part, no_space)
-        elif part == "second rename":
-            rename = Path.rename
-            broken.setattr(
-                Path,
-                "rename",
-                lambda path, to: no_space() if path.name.endswith(".partial") else rename(path, to),
-            )
-        else:
-            broken.setattr(Path, part, no_space)
+        broken.setattr(owner, part, failing)
         with refused("space", error=OSError):
-            save(build("own", seed=2), folder)
+            saved_in(second, folder)
     assert snapshot(tmp_path) == before
-    second = build("own", seed=2)
-    assert_same(load_head(save(second, folder))[0], second)
+    assert_same_head(load_head(saved_in(second, folder))[0], second)
 
 
 def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     """SIGKILL leaves a `.partial` folder: it is not taken for a head, and the next save clears it
     away."""
-    first, second = build(seed=1), build(seed=2)
-    folder = save(first, tmp_path / "head")
+    first = medusa_head(seed=1)
+    second = medusa_head(seed=2)
+    folder = saved_in(first, tmp_path / "head")
     left = tmp_path / "head.partial"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     (left / "model-00001-of-00002.safetensors").write_bytes(b"of another save")
-    assert_same(load_head(folder)[0], first)
+    assert_same_head(load_head(folder)[0], first)
     with refused(str(left)):
         load_head(left)
-    save(second, folder)
-    assert_same(load_head(folder)[0], second)
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-    assert not (folder / "model-00001-of-00002.safetensors").exists()
+    saved_in(second, folder)
+    assert_same_head(load_head(folder)[0], second)
+    assert snapshot(tmp_path).keys() == FILES and not left.exists()
 
 
 # What strangers may have written.
@@ -452,7 +441,7 @@ LONG = "x" * 9000
 def test_a_section_that_is_not_a_heads_is_refused_before_memory_is_taken(
     change: Callable[[Any], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(build(), tmp_path / "head")
+    folder = saved_in(medusa_head(), tmp_path / "head")
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     change(config["headstart"])
@@ -488,7 +477,7 @@ def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(
     ids: list[int], tmp_path: Path
 ) -> None:
     """Differences of extreme ids wrap around, and look like an ascending order."""
-    folder = save(build("truncated"), tmp_path / "head")
+    folder = saved_in(medusa_head("truncated"), tmp_path / "head")
     tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
     change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
     with refused("token_map 50"):

@@ -291,7 +291,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def published(kind: str, options: dict[str, Any], folder: Path) -> Any:
+def uploaded_head(kind: str, options: dict[str, Any], folder: Path) -> Any:
     """What `headstart push` would upload."""
     head = build_head(kind, options, INFO)
     save_head(head, folder / "saved", CheckpointMetadata())
@@ -325,7 +325,7 @@ def problems(server: str, kind: str, folder: Path) -> list[str]:
 def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(
     server, kind, options, tmp_path
 ):
-    head = published(kind, options, tmp_path)
+    head = uploaded_head(kind, options, tmp_path)
     if server in head.unread_by:
         card = (tmp_path / "head" / "README.md").read_text()
         assert head.unread_by[server] in card
@@ -360,7 +360,7 @@ def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(
     ],
 )
 def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
-    head = published(kind, options, tmp_path)
+    head = uploaded_head(kind, options, tmp_path)
     assert server in head.unread_by and any(
         told.startswith(reason) for told in problems(server, kind, tmp_path / "head")
     )

@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 def free(monkeypatch):
     """An accelerator with so many bytes free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return lambda size: monkeypatch.setattr(chunk_size, "_free_bytes", lambda device: size)
+    return lambda size: monkeypatch.setattr(chunk_size, "free_bytes", lambda device: size)
 
 
 @pytest.mark.parametrize("gigabytes", [2, 8, 24, 60, 140])

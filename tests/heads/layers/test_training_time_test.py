@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from helpers import LargestTensor
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.layers import training_time_test as step_attention
@@ -27,12 +26,6 @@ HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
 """More positions than a block of flex_attention's mask."""
 PACKED = torch.tensor([[1] * 40 + [2] * 1 + [3] * 109, [1] * 150])
 Kernel = Callable[[Tensor, list[Tensor], list[Tensor], "Tensor | None"], Tensor]
-
-
-def attended(
-    test: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]
-) -> list[Tensor]:
-    return [test.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,7 @@ def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
     among them."""
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
     steps = 4
-    query, keys, values = drawn(steps)
+    query, keys, values = random_states(steps)
     numbers_BT = torch.ones(2, TIME) if sequences_BT is None else sequences_BT
     batch, groups = 2, HEADS // GROUPS
     wanted = []
@@ -90,20 +83,12 @@ def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_a_window_makes_no_scores_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_makes_no_scores_beyond_it() -> None:
     """Time and memory of a long text grow with it, not with its square."""
-    widths = []
-    chunk = step_attention._chunk
-
-    def watched(query: Tensor, keys: list[Tensor], *given: Any) -> Tensor:
-        start, window = given[2], given[3]
-        widths.append(query.shape[2] + min(start, window - 1))
-        return chunk(query, keys, *given)
-
-    monkeypatch.setattr(step_attention, "_chunk", watched)
-    query, keys, values = drawn(2)
-    attend_step(query, keys, values, TrainingTimeTest(1, window=10))
-    assert max(widths) <= 2 * 10
+    states = random_states(2)
+    with LargestTensor(torch.ops.aten.bmm.default) as largest:
+        attend_step(*states, TrainingTimeTest(1, window=10))
+    assert largest.elements <= 2 * HEADS * 10 * 20
 
 
 def test_layers_remember_apart() -> None:
@@ -115,12 +100,13 @@ def test_layers_remember_apart() -> None:
     both = TrainingTimeTest(2)
     mixed = [both.at(i // 2).attend(i % 2, *entry) for i, entry in enumerate(entries)]
     for layer in range(2):
-        alone = attended(TrainingTimeTest(1), 0, entries[layer::2])
-        for mine, theirs in zip(mixed[layer::2], alone, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        alone = TrainingTimeTest(1)
+        for step, entry in enumerate(entries[layer::2]):
+            expected = alone.at(step).attend(0, *entry)
+            torch.testing.assert_close(mixed[2 * step + layer], expected, rtol=0, atol=1e-12)
 
 
-def drawn(
+def random_states(
     steps: int, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """A query, and keys and values of each step."""
@@ -162,7 +148,7 @@ def test_every_kernel_finds_what_plain_scores_find(
     # A CPU has no backward of flex_attention; uncompiled it is made of operations that all have
     # one.
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
-    given = drawn(steps)
+    given = random_states(steps)
     leaves = [given[0], *given[1], *given[2]]
     scale = torch.randn(
         2, HEADS, TIME, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
@@ -177,8 +163,8 @@ def test_every_kernel_finds_what_plain_scores_find(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_formats_round_as_plain_scores_do(dtype: torch.dtype) -> None:
-    exact = usual(*drawn(3), PACKED)
-    found, plain = (kernel(*drawn(3, dtype), PACKED) for kernel in (usual, by_chunks))
+    exact = usual(*random_states(3), PACKED)
+    found, plain = (kernel(*random_states(3, dtype), PACKED) for kernel in (usual, by_chunks))
     assert found.dtype == dtype
     errors = [(side.double() - exact).abs().mean() for side in (found, plain)]
     assert errors[0] < 1.5 * errors[1]
@@ -186,15 +172,15 @@ def test_narrow_formats_round_as_plain_scores_do(dtype: torch.dtype) -> None:
 
 def test_autocast_decides_the_format() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert usual(*drawn(2, torch.float32), None).dtype == torch.bfloat16
+        assert usual(*random_states(2, torch.float32), None).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
-def test_a_cpu_makes_no_scores(
-    sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_attention, "by_chunks", None)
-    found = usual(*drawn(3), sequences_BT)
+def test_a_cpu_makes_no_scores(sequences_BT: Tensor | None) -> None:
+    states = random_states(3)
+    with LargestTensor() as largest:
+        found = usual(*states, sequences_BT)
+    assert largest.elements < 2 * HEADS * TIME * TIME
     kept = [tensor for tensor in found.grad_fn.saved_tensors if isinstance(tensor, Tensor)]  # type: ignore[union-attr]
     assert kept and max(tensor.numel() for tensor in kept) <= 2 * HEADS * TIME * SIZE
 
@@ -247,19 +233,9 @@ def test_block_masks_are_those_that_torch_finds_by_trying_every_pair(time, docum
     assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
 
 
-def test_a_block_mask_takes_memory_by_blocks_and_not_by_tokens(monkeypatch):
+def test_a_block_mask_takes_memory_by_blocks_and_not_by_tokens():
     """Of 65,536 tokens, whose pairs are 4 G."""
     sequences_BT = (torch.arange(65_536) // 3000)[None]
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            for tensor in found if isinstance(found, (tuple, list)) else [found]:
-                if isinstance(tensor, torch.Tensor):
-                    largest[0] = max(largest[0], tensor.numel())
-            return found
-
-    with Watch():
+    with LargestTensor() as largest:
         causal_blocks(sequences_BT)
-    assert largest[0] <= 4 * (65_536 // 128) ** 2
+    assert largest.elements <= 4 * (65_536 // 128) ** 2

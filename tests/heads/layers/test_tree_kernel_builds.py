@@ -44,7 +44,7 @@ def built(arch: int, dtype: str, rows: int, size: int, sliding: bool = False):
     types |= dict.fromkeys(("depths", "lengths"), "*i64") | dict.fromkeys(
         ("output", "log_sums"), "*fp32"
     )
-    kernel = tree_kernel._attend_to_part
+    kernel = tree_kernel.attend_to_part
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names

@@ -53,8 +53,8 @@ def test_chains_are_as_long_as_the_head_drafts(target):
 def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_token_does_not_pay():
     # each token of a chain costs 0.15 plain steps
     costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)
-    sure = candidate_trees(block_heads.build({"block_size": 4}, name="dspark"), None, costs)
-    without = block_heads.build({"block_size": 4, "confidence": False}, name="dspark")
+    sure = candidate_trees(block_heads.block_head({"block_size": 4}, name="dspark"), None, costs)
+    without = block_heads.block_head({"block_size": 4, "confidence": False}, name="dspark")
     unsure = candidate_trees(without, None, costs)
     (chain,) = [tree for tree in sure if tree not in unsure]
     assert isinstance(chain, EarlyExitShape)
