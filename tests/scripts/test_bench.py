@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import saved_head
 from messages import refused
 from runs import write_prompts
 
@@ -74,15 +73,6 @@ def test_figures_are_totals_for_rates_and_medians_over_prompts_for_speedups():
     assert row["milliseconds_per_round"] == pytest.approx(
         {"draft": 60, "target": 240, "verify": 18, "rest": 6}
     )
-
-
-@pytest.fixture(scope="module")
-def head_folder(target_folder, tmp_path_factory):
-    """Heads that start as the target's own LM head, in a chain of three with a few siblings."""
-    folder = tmp_path_factory.mktemp("head")
-    metadata = CheckpointMetadata(tree=[[0], [1], [0, 0], [0, 0, 0]])
-    saved_head(folder, Target.from_pretrained(target_folder), metadata=metadata, num_heads=3)
-    return folder
 
 
 def prompt_file(path, count):
