@@ -109,7 +109,7 @@ def fastest(
     by_length = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)
     longest = by_length[:TIMED_PROMPTS]
     timed_prompts = [prompts[number] for number in longest]
-    timed = _decode_with(target, head, [None, *timed_trees(head)], timed_prompts, config)
+    timed = decode_with(target, head, [None, *timed_trees(head)], timed_prompts, config)
     costs = costs_of_rounds(target, head, timed, answers[longest[0]].tokens_T[None], sizes)
     ordered = by_speed(lengths, costs)
     _print_best_trees(ordered, lengths, costs)
@@ -119,7 +119,7 @@ def fastest(
         "static": next(tree for tree in ordered if isinstance(tree, TreeShape)),
         "dynamic": next(tree for tree in ordered if isinstance(tree, DynamicShape)),
     }
-    stats = _decode_with(target, head, [None, *tried.values()], prompts, config)
+    stats = decode_with(target, head, [None, *tried.values()], prompts, config)
     plain_speed = _tokens_per_second(stats[None])
     speedups = {name: _tokens_per_second(stats[tree]) / plain_speed for name, tree in tried.items()}
     expected = {name: costs.rate(tree, lengths[tree]) * costs.plain for name, tree in tried.items()}
@@ -222,7 +222,7 @@ def _described(tree: TreePolicy) -> str:
     return spec if isinstance(spec, str) else f"static, {tree.size} nodes, depth {tree.depth}"
 
 
-def _decode_with(
+def decode_with(
     target: Target,
     head: DraftHead,
     trees: Sequence[TreePolicy | None],
