@@ -392,14 +392,22 @@ MADE = ("retrieval", "one's own")
 WITH_HEADS = (*sorted(HEADS), "head and history")
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("encoder-decoder",), WITH_HEADS, "encoder-decoder heads drafter"),
-    (("encoder-decoder", "chains only"), NO_TREES, "tree chain"),
-    (("encoder-decoder",), ("padded left", "padded right", "slots"), "row"),
-    (("encoder-decoder",), ("conversation",), "past_key_values"),
+    (("encoder-decoder", "chains only"), NO_TREES, "tree chain:LENGTH"),
+    (
+        ("encoder-decoder",),
+        ("padded left", "padded right", "slots"),
+        "T5ForConditionalGeneration row",
+    ),
+    (("encoder-decoder",), ("conversation",), "past_key_values encoder-decoder"),
     (("conversation",), ("padded left", "padded right", "slots"), "past_key_values row batch"),
-    (("encoder-decoder",), ("parallel model",), "encoder-decoder"),
-    (("prompt-lookup", "history"), NAMED, "tree"),
+    (
+        ("encoder-decoder",),
+        ("parallel model",),
+        "LlamaForCausalLM T5ForConditionalGeneration draft",
+    ),
+    (("prompt-lookup", "history"), NAMED, "drafter tree"),
     (MADE, NAMED, "tree drafter"),
-    (("head and history",), DRAWN, "sampled drafts"),
+    (("head and history",), DRAWN, "sampled history tree"),
 ]
 """Two kinds of values, and words of the refusal."""
 
