@@ -391,15 +391,23 @@ NAMED = tuple(name for name, options in TREES.items() if "tree" in options)
 MADE = ("retrieval", "one's own")
 WITH_HEADS = (*sorted(HEADS), "head and history")
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
-    (("encoder-decoder",), WITH_HEADS, "no draft heads"),
-    (("encoder-decoder", "chains only"), NO_TREES, "nodes of a tree cannot be placed"),
-    (("encoder-decoder",), ("padded left", "padded right", "slots"), "one row at a time"),
-    (("encoder-decoder",), ("conversation",), "cannot be continued"),
-    (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
-    (("encoder-decoder",), ("parallel model",), "one of them is an encoder-decoder"),
-    (("prompt-lookup", "history"), NAMED, "takes no tree"),
-    (MADE, NAMED, "with a drafter object"),
-    (("head and history",), DRAWN, "sampled drafts cannot take turns"),
+    (("encoder-decoder",), WITH_HEADS, "encoder-decoder heads drafter"),
+    (("encoder-decoder", "chains only"), NO_TREES, "tree chain:LENGTH"),
+    (
+        ("encoder-decoder",),
+        ("padded left", "padded right", "slots"),
+        "T5ForConditionalGeneration row",
+    ),
+    (("encoder-decoder",), ("conversation",), "past_key_values encoder-decoder"),
+    (("conversation",), ("padded left", "padded right", "slots"), "past_key_values row batch"),
+    (
+        ("encoder-decoder",),
+        ("parallel model",),
+        "LlamaForCausalLM T5ForConditionalGeneration draft",
+    ),
+    (("prompt-lookup", "history"), NAMED, "drafter tree"),
+    (MADE, NAMED, "tree drafter"),
+    (("head and history",), DRAWN, "sampled history tree"),
 ]
 """Two kinds of values, and words of the refusal."""
 

@@ -64,7 +64,7 @@ class Counts:
 
 _counts: list[Counts] = []
 _silent = 0
-_recorder: SimGraph | None = None
+recorder: SimGraph | None = None
 
 
 @contextmanager
@@ -150,7 +150,7 @@ class SimTensor(torch.Tensor):
 
 def _note(kind: str) -> None:
     """Count for the innermost line of the project that is running."""
-    if _recorder is not None and kind in ("waits", "uploads"):
+    if recorder is not None and kind in ("waits", "uploads"):
         raise RuntimeError(
             f"not permitted while operations are recorded: it {kind.removesuffix('s')}s"
         )
@@ -184,7 +184,7 @@ def _raw(value: Any) -> Any:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket is aten.to:  # which inference mode leaves whole: a copy, or nothing
         return func.decompose(*args, **kwargs)
-    if _recorder is None and not _is_view(func):
+    if recorder is None and not _is_view(func):
         _note("launches")
     if not _silent:
         _note("operations")
@@ -203,10 +203,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten.copy_.default:
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         _transferred(args[1], args[0].device, non_blocking)
-        if _recorder is None:
+        if recorder is None:
             _raw(args[0]).copy_(_raw(args[1]))
         else:
-            _recorder.run(func, (_raw(args[0]), _raw(args[1])), {}, on_device=True)
+            recorder.run(func, (_raw(args[0]), _raw(args[1])), {}, on_device=True)
         return args[0]
     on_host = [tensor for tensor in host if tensor.dim() > 0]
     if len(here) > 1 or (here and on_host):
@@ -234,10 +234,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     raw_args, raw_kwargs = pytree.tree_map(_raw, args), pytree.tree_map(_raw, kwargs)
-    if _recorder is None:
+    if recorder is None:
         result = func(*raw_args, **raw_kwargs)
     else:
-        result = _recorder.run(func, raw_args, raw_kwargs, on_device=device is not None)
+        result = recorder.run(func, raw_args, raw_kwargs, on_device=device is not None)
     written = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
 
     def wrapped(value: Any) -> Any:
@@ -266,10 +266,10 @@ def _copied(
     """`to`: a copy on the asked device, or on the tensor's own."""
     device = tensor.device if asked is None else asked
     _transferred(tensor, device, bool(options.get("non_blocking")))
-    if _recorder is None:
+    if recorder is None:
         copied = aten._to_copy.default(_raw(tensor), **options)
     else:
-        copied = _recorder.run(aten._to_copy.default, (_raw(tensor),), options, on_device=True)
+        copied = recorder.run(aten._to_copy.default, (_raw(tensor),), options, on_device=True)
     return SimTensor(copied, device.index or 0) if device.type == "sim" else copied
 
 
@@ -322,15 +322,15 @@ class SimGraph:
         return SimPool()
 
     def record(self, call: Callable[[], Any]) -> Any:
-        global _recorder
-        assert _recorder is None
+        global recorder
+        assert recorder is None
         assert not self.pool.used or len(self.pool.graphs) > 0, "a pool must not outlive its graphs"
         self.pool.used = True
-        _recorder = self
+        recorder = self
         try:
             return call()
         finally:
-            _recorder = None
+            recorder = None
             for tensor, held in self.before.values():
                 tensor.copy_(held)
             self.pool.order += 1
@@ -460,9 +460,9 @@ def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return make(*args, device=device, **kwargs)
         if not _silent:
             _note("operations")
-        if _recorder is None:
+        if recorder is None:
             return SimTensor(make(*args, **kwargs), torch.device(device).index or 0)
-        counted_up = _recorder.run(aten.clone.default, (make(*args, **kwargs),), {}, on_device=True)
+        counted_up = recorder.run(aten.clone.default, (make(*args, **kwargs),), {}, on_device=True)
         return SimTensor(counted_up, torch.device(device).index or 0)
 
     return made

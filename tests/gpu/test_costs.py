@@ -3,12 +3,9 @@ record."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-from helpers import DEVICE, head_for
+from helpers import DEVICE
 
-from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.costs import measured_costs
 from headstart.inference.engines.fused_decoder import FusedDecoder
 from headstart.inference.engines.model_engine import ModelEngine
@@ -22,14 +19,10 @@ FORWARD, OTHER = 0.01, 0.002
 """Seconds of a forward that is replayed, and of anything else."""
 
 
-def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
+def test_slow_first_calls_do_not_count(lms, monkeypatch, nothing_measured):
     """A forward that is run, or recorded, takes ten seconds: it would be all that fits into the
     time."""
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine, "in_memory", {})
-    head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(there.device)
-    there.compile(False)
-    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", adaptive=False)
+    _, lm = lms("eagle3", tree="chain:3")
     clock = [0.0]
     forwards = set()
     replay, record = simulated.SimGraph.replay, simulated.SimGraph.record
@@ -37,7 +30,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     def slow(forward):
         def call(*given):
             clock[0] += 10.0
-            forwards.add(simulated._recorder)
+            forwards.add(simulated.recorder)
             return forward(*given)
 
         return call
@@ -55,8 +48,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(simulated.SimGraph, "replay", timed_replay)
     monkeypatch.setattr(simulated.SimGraph, "record", slow_record)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
-    costs = measured_costs(lm.target, head)
+    costs = measured_costs(lm.target, lm.head)
     assert costs.forward == pytest.approx(dict.fromkeys(costs.forward, FORWARD))
     # a token is read, a chain drafted
-    assert costs.draft == pytest.approx(2 * OTHER / min(head.max_depth, 4))
-    there.compile(False)
+    assert costs.draft == pytest.approx(2 * OTHER / min(lm.head.max_depth, 4))

@@ -6,17 +6,16 @@ benchmarks/rounds.py prints the table.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import statistics
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, EachRound, head_for
+from helpers import DEVICE, EachRound, continued
 
 from headstart.heads import HEADS
-from headstart.inference import SpeculativeLM, Target
+from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model import AssistantModel
@@ -42,21 +41,21 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         148,
     ),
     "prompt lookup": ({"drafter": "prompt-lookup"}, 74),
-    "a second model": ({"drafter": "model"}, 47),
+    "a second model": ({}, 47),
 }
 """What decodes, and how many operations of a round are its own, at most: those of the forwards of
 target and drafts are not counted."""
 
 
-def lm_of(
-    there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", adaptive=False
-) -> SpeculativeLM:
-    head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
-    if drafter == "model":
-        drafter = make_drafter(there, there, "chain:3")
-    return SpeculativeLM.from_pretrained(
-        there, head, tree=tree, compile=False, drafter=drafter, adaptive=adaptive
-    )
+PROMPT = torch.tensor([5, 6, 7, 5, 6, 7, 5, 6])
+
+
+def differences(totals: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    """What each round adds to totals of three counts."""
+    return [
+        tuple(after - before for before, after in zip(*pair, strict=True))
+        for pair in itertools.pairwise(totals)
+    ]
 
 
 def counts_of(
@@ -79,24 +78,19 @@ def counts_of(
         for name in ("expand", "observe"):
             not_counted(head, name)
     seen = []
-    prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
-    settings |= {"attention_mask": torch.ones_like(prompts)}
     # each uploads its shape once, whenever the clock chooses it first
     adaptive = (part for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter))
     for tree in (tree for part in adaptive for tree in part.trees):
-        lm.generate(prompts, max_new_tokens=8, tree=tree.shape, **settings)
+        continued(lm, [PROMPT], max_new_tokens=8, tree=tree.shape, **settings)
     with simulated.counted() as counts:
 
         def totals():
             return counts.waits.total(), counts.uploads.total(), counts.operations.total()
 
         lm.observers.append(EachRound(lambda _: seen.append(totals())))
-        lm.generate(prompts, max_new_tokens=48, **settings)
+        continued(lm, [PROMPT], max_new_tokens=48, **settings)
         lm.observers.clear()
-    rounds = [
-        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])
-    ]
-    return rounds, counts
+    return differences(seen[3:]), counts
 
 
 @pytest.mark.parametrize(
@@ -106,10 +100,12 @@ def counts_of(
         *((name, True) for name in CASES if "chain" not in name or name == "eagle3, chain"),
     ],
 )
-def test_a_round_waits_once(there, on_cpu, monkeypatch, name, do_sample):
+def test_a_round_waits_once(lms, monkeypatch, name, do_sample):
     """What sampling adds does not depend on which head drafts a chain."""
     options, ceiling = CASES[name]
-    lm = lm_of(there, on_cpu, **options)
+    _, lm = lms(compile=False, **options)
+    if name == "a second model":
+        lm = SpeculativeLM(lm.target, make_drafter(lm.target, lm.target, "chain:3"))
     rounds, counts = counts_of(lm, monkeypatch, do_sample=do_sample)
     assert len(rounds) > 3
     waits, uploads, operations = zip(*rounds, strict=True)
@@ -131,23 +127,9 @@ RECORDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def recorded_lm(there, on_cpu):
-    """Builds a decoder whose rounds are recorded."""
-
-    def build(kind=None, tree="auto"):
-        head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
-        there.compile(False)
-        return SpeculativeLM.from_pretrained(there, head, tree=tree, adaptive=False)
-
-    yield build
-    there.compile(False)
-
-
 def recorded_rounds(lm: SpeculativeLM) -> tuple[list[tuple[int, int, int]], simulated.Counts]:
     """Launches, waits and uploads of each greedy round, after the first ones, which are
     recorded."""
-    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
     seen = []
     with simulated.counted() as counts:
 
@@ -155,35 +137,28 @@ def recorded_rounds(lm: SpeculativeLM) -> tuple[list[tuple[int, int, int]], simu
             seen.append((counts.launches.total(), counts.waits.total(), counts.uploads.total()))
 
         lm.observers.append(EachRound(note))
-        lm.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False
-        )
+        continued(lm, [PROMPT], max_new_tokens=60)
         lm.observers.clear()
-    rounds = [
-        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[8:])
-    ]
-    return rounds, counts
+    return differences(seen[8:]), counts
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_round_is_a_dozen_launches(recorded_lm, name):
-    rounds, counts = recorded_rounds(recorded_lm(**RECORDED[name]))
+def test_a_recorded_round_is_a_dozen_launches(lms, name):
+    _, lm = lms(**RECORDED[name])
+    rounds, counts = recorded_rounds(lm)
     launches, waits, uploads = zip(*rounds, strict=True)
     assert statistics.median(launches) <= LAUNCHES, counts.launches.most_common(30)
     assert set(waits) == {1} and set(uploads) == {0}
 
 
 @pytest.mark.parametrize("name", ["plain", "dynamic"])
-def test_texts_of_any_length_use_the_same_recordings(recorded_lm, name):
+def test_texts_of_any_length_use_the_same_recordings(lms, name):
     """Longer prompts and more new tokens: each round is replayed, none is recorded again."""
-    lm = recorded_lm(**RECORDED[name])
+    _, lm = lms(**RECORDED[name])
     random = torch.Generator().manual_seed(1)
 
     def recordings_after(length, new):
-        prompt = torch.randint(1, 40, (1, length), generator=random).to(lm.target.device)
-        lm.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
-        )
+        continued(lm, [torch.randint(1, 40, (length,), generator=random)], max_new_tokens=new)
         return len(lm.target.engine.runner.recordings)
 
     recordings_after(8, 40)

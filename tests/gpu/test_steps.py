@@ -28,7 +28,7 @@ WAITS = 1
 
 
 @pytest.fixture
-def config(tmp_path):
+def step_config(tmp_path):
     return TrainConfig(
         target="tiny",
         output=str(tmp_path / "run"),
@@ -47,7 +47,7 @@ def batches():
     return [collate(examples[:2]).pin_memory(), collate(examples[2:]).pin_memory()]
 
 
-def trained(target, head, config, monkeypatch, after_step=lambda: None):
+def trained_steps(target, head, config, monkeypatch, after_step=lambda: None):
     """The losses and gradient norms of some steps, where the target is."""
     torch.manual_seed(0)  # the noise that heads learn with
     accelerator = Accelerator(cpu=True)
@@ -88,10 +88,10 @@ def in_float32(on_cpu, device):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(
-    in_float32, config, monkeypatch, kind
+    in_float32, step_config, monkeypatch, kind
 ):
-    config = replace(config, head={"type": kind})
-    expected = trained(*in_float32(kind, away=False), config, monkeypatch)
+    config = replace(step_config, head={"type": kind})
+    expected = trained_steps(*in_float32(kind, away=False), config, monkeypatch)
     given, waits = in_float32(kind, away=True), []
     if DEVICE == "sim":
         import simulated
@@ -103,8 +103,8 @@ def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(
                     sum(count for where, count in counts.waits.items() if where != "elsewhere")
                 )
 
-            found = trained(*given, config, monkeypatch, after_step)
+            found = trained_steps(*given, config, monkeypatch, after_step)
         assert waits[1] - waits[0] == WAITS, counts.waits
     else:
-        found = trained(*given, config, monkeypatch)
+        found = trained_steps(*given, config, monkeypatch)
     assert found == [pytest.approx(step) for step in expected]

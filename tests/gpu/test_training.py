@@ -17,7 +17,7 @@ WAITS = 1
 """A forward and its backward: the host learns how many positions are judged."""
 
 
-def batch(target, head, packed=False):
+def features_of(target, head, packed=False):
     tokens_BT = torch.randint(VOCAB, (2, 90), generator=torch.Generator().manual_seed(3))
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     mask_BT[:, [0, 1, 30, 31, 32, 60]] = False
@@ -40,7 +40,7 @@ def moved(features, ends, device):
     return dataclasses.replace(features, modules=ends, **tensors)
 
 
-def step(head, features, objective=None):
+def forward_and_backward(head, features, objective=None):
     torch.manual_seed(0)
     head.zero_grad()
     output = head(features, objective)
@@ -54,7 +54,7 @@ def sides(on_cpu, there, device, kind, packed=False):
     head = head_for(on_cpu, kind).train()
     if kind == "eagle":  # each device would draw its own noise
         head.config = dataclasses.replace(head.config, noise=0.0)
-    features = batch(on_cpu, head, packed)
+    features = features_of(on_cpu, head, packed)
     away = copy.deepcopy(head).to(device)
     return (head, features), (away, moved(features, there.modules, device))
 
@@ -73,12 +73,9 @@ def test_a_step_waits_once_however_many_chunks_it_has(
     _, (head, features) = sides(on_cpu, there, device, kind, packed=weights == "decay")
     loss = dict.fromkeys(LOSSES, 1.0) | ({"smooth_l1": 1.0} if kind == "eagle" else {})
     objective = Objective(loss, weights)
-    step(head, features, objective)  # what is made once
+    forward_and_backward(head, features, objective)  # what is made once
     with simulated.counted() as counts:
-        step(head, features, objective)
-    print(
-        f"{kind}, {weights}: {counts.waits.total()} waits, {counts.operations.total()} operations"
-    )
+        forward_and_backward(head, features, objective)
     assert counts.waits.total() <= WAITS, counts.waits
     # the draft positions, which are found on the host
     assert counts.uploads.total() <= 3, counts.uploads

@@ -29,24 +29,23 @@ def saved_model(folder, family, **options):
     return folder
 
 
+def outer_and_whole(folder, dtype=torch.float32):
+    return OuterTarget.load(folder, dtype, "cpu"), Target.load(folder, dtype, "cpu")
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"), list(zip(FAMILIES, itertools.cycle([torch.float32, torch.bfloat16])))
 )
 def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype):
-    folder = saved_model(tmp_path, family, max_shard_size="20KB")
-    outer, whole = OuterTarget.load(folder, dtype, "cpu"), Target.load(folder, dtype, "cpu")
+    outer, whole = outer_and_whole(saved_model(tmp_path, family, max_shard_size="20KB"), dtype)
     tokens_BT = torch.arange(12).view(2, 6)
-    assert torch.equal(outer.modules.embed(tokens_BT), whole.modules.embed(tokens_BT))
     _, last_BTD = whole.read(tokens_BT, ())
-    assert torch.equal(outer.modules.logits(last_BTD), whole.modules.logits(last_BTD))
     raw_BTD = torch.randn(2, 6, whole.info.hidden_size).to(dtype)
+    assert torch.equal(outer.modules.embed(tokens_BT), whole.modules.embed(tokens_BT))
+    assert torch.equal(outer.modules.logits(last_BTD), whole.modules.logits(last_BTD))
     assert torch.equal(outer.modules.norm(raw_BTD), whole.modules.norm(raw_BTD))
-    assert (outer.info, outer.dtype, outer.end_tokens, outer.max_positions) == (
-        whole.info,
-        whole.dtype,
-        whole.end_tokens,
-        whole.max_positions,
-    )
+    for name in ("info", "dtype", "end_tokens", "max_positions"):
+        assert getattr(outer, name) == getattr(whole, name)
     expected = dict(whole.provenance)
     if family in JOINED:
         del expected["weights"]
@@ -54,11 +53,7 @@ def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype)
 
 
 def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
-    folder = saved_model(tmp_path, "llama")
-    outer, whole = (
-        OuterTarget.load(folder, torch.float32, "cpu"),
-        Target.load(folder, torch.float32, "cpu"),
-    )
+    outer, whole = outer_and_whole(saved_model(tmp_path, "llama"))
     assert len(outer.modules.blocks) == 4
     for number in (0, -1):
         for name, weight in whole.modules.blocks[number].state_dict().items():
@@ -72,31 +67,29 @@ def rewrite(folder, change):
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
+def prefixed(tensors):
+    return {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+
+
 def test_names_with_another_prefix_are_found(tmp_path):
     folder = saved_model(tmp_path, "llama")
     whole = Target.load(folder, torch.float32, "cpu")
-    rewrite(
-        folder,
-        lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()},
-    )
+    rewrite(folder, prefixed)
     outer = OuterTarget.load(folder, torch.float32, "cpu")
-    assert torch.equal(outer.modules.embed.weight, whole.modules.embed.weight)
-    assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
-    assert torch.equal(outer.modules.norm.weight, whole.modules.norm.weight)
+    for name in ("embed", "lm_head", "norm"):
+        assert torch.equal(getattr(outer.modules, name).weight, getattr(whole.modules, name).weight)
+
+
+def untied(tensors):
+    return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
 
 
 def test_a_tied_head_is_the_embedding_unless_the_checkpoint_has_another(tmp_path):
     folder = saved_model(tmp_path, "llama, tied")
     outer = OuterTarget.load(folder, torch.float32, "cpu")
     assert outer.modules.lm_head.weight is outer.modules.embed.weight
-    rewrite(
-        folder,
-        lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
-    )
-    outer, whole = (
-        OuterTarget.load(folder, torch.float32, "cpu"),
-        Target.load(folder, torch.float32, "cpu"),
-    )
+    rewrite(folder, untied)
+    outer, whole = outer_and_whole(folder)
     assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
     assert not torch.equal(outer.modules.lm_head.weight, outer.modules.embed.weight)
 

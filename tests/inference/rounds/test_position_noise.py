@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import other_model, padded_batch
+from helpers import continued, other_model
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
@@ -19,41 +19,37 @@ ROWS = [torch.tensor(row) for row in ([1, 2, 3], [4, 5, 6, 7, 8], [9])]
 SETTINGS = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
+def ks_distance(numbers):
+    """Kolmogorov's and Smirnov's distance from the exponential distribution."""
+    count = numbers.numel()
+    sorted_N = numbers.flatten().double().sort().values
+    reached_N = (torch.arange(count) + 0.5) / count
+    return (-torch.expm1(-sorted_N) - reached_N).abs().max()
+
+
+def correlation(ones, others):
+    return torch.corrcoef(torch.stack([ones.flatten(), others.flatten()]))[0, 1].abs()
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
-    """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
-    monkeypatch.setattr(
-        cpu_kernels, "in_use", lambda device: kernels and cpu_kernels.library() is not None
-    )
-    noise = PositionNoise(
-        RandomSampler(torch.Generator().manual_seed(0)),
-        [[0] * 7] * 50,
-        40,
-        200,
-        torch.device("cpu"),
-    )
+    """By their distribution, correlations between neighbours, and how often a race is won."""
+    kernels = kernels and cpu_kernels.library() is not None
+    monkeypatch.setattr(cpu_kernels, "in_use", lambda device: kernels)
+    sampler = RandomSampler(torch.Generator().manual_seed(0))
+    noise = PositionNoise(sampler, [[0] * 7] * 50, 40, 200, torch.device("cpu"))
     noise.move_to(range(50))
-    found_BKV = noise.next(40)
-    count, sorted_N = found_BKV.numel(), found_BKV.flatten().double().sort().values
-    reached = (torch.arange(count) + 0.5) / count
-    assert (-torch.expm1(-sorted_N) - reached).abs().max() < 1.95 / count**0.5  # one in a thousand
-    for one, other in (
-        (found_BKV[1:], found_BKV[:-1]),
-        (found_BKV[:, 1:], found_BKV[:, :-1]),
-        (found_BKV[..., 1:], found_BKV[..., :-1]),
-    ):
-        assert (
-            torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs()
-            < 3.5 / one.numel() ** 0.5
-        )
-    probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).expand(50, 40 * 33, -1)
-    wins_V = (
-        PositionSampler(exponential_BNV=found_BKV[..., :198].reshape(50, -1, 6))
-        .categorical(probs_V)
-        .flatten()
-        .bincount(minlength=6)
-    )
-    expected_V = probs_V[0, 0] * wins_V.sum()
+    noise_BKV = noise.next(40)
+    assert ks_distance(noise_BKV) < 1.95 / noise_BKV.numel() ** 0.5  # one in a thousand
+    for dim, size in enumerate(noise_BKV.shape):
+        later = noise_BKV.narrow(dim, 1, size - 1)
+        earlier = noise_BKV.narrow(dim, 0, size - 1)
+        assert correlation(later, earlier) < 3.5 / later.numel() ** 0.5
+    probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0])
+    races = PositionSampler(exponential_BNV=noise_BKV[..., :198].reshape(50, -1, 6))
+    winners_BN = races.categorical(probs_V.expand(50, 40 * 33, -1))
+    wins_V = winners_BN.flatten().bincount(minlength=6)
+    expected_V = probs_V * wins_V.sum()
     # chi squared, 4 degrees
     assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5
 
@@ -61,7 +57,8 @@ def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
 def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):
     if cpu_kernels.library() is None:
         pytest.skip("no compiler")
-    keys_BK, found = torch.randint(-(2**63), 2**63 - 1, (3, 4))[:, :1], []
+    keys_BK = torch.randint(-(2**63), 2**63 - 1, (3, 4))[:, :1]
+    found = []
     for kernels in (False, True):
         monkeypatch.setattr(cpu_kernels, "in_use", lambda device, kernels=kernels: kernels)
         found.append(exponential(keys_BK, 1001))
@@ -75,10 +72,8 @@ def test_a_draft_that_is_the_target_is_drawn_alike(target, tree):
     drafter = make_drafter(target, target, tree)
 
     def sampled():
-        input_ids, mask = padded_batch(ROWS)
-        generator = torch.Generator().manual_seed(5)
-        lm = SpeculativeLM(target, drafter)
-        return lm.generate(input_ids, attention_mask=mask, generator=generator, **SETTINGS).stats
+        draws = torch.Generator().manual_seed(5)
+        return continued(SpeculativeLM(target, drafter), ROWS, generator=draws, **SETTINGS)[1].stats
 
     stats = sampled()
     if "dynamic" in tree:  # which may have no room for the path that is right
@@ -126,23 +121,15 @@ def test_enough_numbers_are_drawn_for_every_rule(target, rule):
     """A wide tree and a deep one, or a chain where a rule is for chains alone."""
     wide = "sampled_without_replacement" in RULES[rule].kinds
     for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
-        lm = SpeculativeLM.from_pretrained(
-            target,
-            drafter=other_model(target),
-            tree=tree,
-            acceptance=rule,
-            lossy=True,
-            adaptive=False,
-        )
-        row = torch.arange(9)[None].expand(2, -1)
-        settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
-        lm.generate(row, attention_mask=torch.ones_like(row), **settings)
+        options = {"tree": tree, "acceptance": rule, "lossy": True, "adaptive": False}
+        lm = SpeculativeLM.from_pretrained(target, drafter=other_model(target), **options)
+        continued(lm, [torch.arange(9)] * 2, max_new_tokens=9, do_sample=True)
 
 
 @pytest.mark.parametrize("options", [{"drafter": "prompt-lookup"}, {"tree": "drawn:branch:2x1"}])
 def test_greedy_decoding_draws_nothing(target, options):
     """A seed set before means the same after it; a tree that would be drawn is picked."""
     lm = SpeculativeLM.from_pretrained(target, adaptive=False, **{"drafter": target} | options)
-    row, before = torch.arange(9)[None], torch.get_rng_state()
-    lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=9, do_sample=False)
+    before = torch.get_rng_state()
+    continued(lm, [torch.arange(9)], max_new_tokens=9)
     assert torch.equal(torch.get_rng_state(), before)
