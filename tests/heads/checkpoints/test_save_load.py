@@ -14,6 +14,7 @@ import helpers
 import pytest
 import torch
 import yaml
+from helpers import changed_json, write_files
 from messages import refused
 from runs import same_tensors
 from safetensors.torch import load_file, save_file
@@ -122,26 +123,23 @@ def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(
     tmp_path: Path,
 ) -> None:
     save_head(medusa_head(), tmp_path / "head", CheckpointMetadata())
-    path = tmp_path / "head" / "config.json"
-    config = json.loads(path.read_text())
-    assert not set(config["headstart"]["options"]) & set(OBJECTIVE_OPTIONS)
     objective = {"loss": {"ce": 1.0}, "depth_weights": "decay", "decay": 0.8, "target_top_k": None}
-    config["headstart"]["options"] |= objective
-    path.write_text(json.dumps(config))
+    with changed_json(tmp_path / "head" / "config.json") as config:
+        assert not set(config["headstart"]["options"]) & set(OBJECTIVE_OPTIONS)
+        config["headstart"]["options"] |= objective
     assert_same_head(load_head(tmp_path / "head")[0], medusa_head())
 
 
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
     folder = saved_in(medusa_head("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
-    for name in (
+    stale = (
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
         "adapter/adapter_config.json",
         "custom_generate/__pycache__/generate.cpython-311.pyc",
         ".config.json.12.partial",
-    ):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"old")
+    )
+    write_files(folder, dict.fromkeys(stale, "old"))
     second = medusa_head("shared", seed=1)
     saved_in(second, folder)
     assert_same_head(load_head(folder)[0], second)
@@ -173,9 +171,7 @@ PLACES = [
 def test_a_folder_of_something_else_is_not_replaced(
     foreign: str, place: str, tmp_path: Path
 ) -> None:
-    for name, text in FOREIGN[foreign].items():
-        (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place / name).write_text(text)
+    write_files(tmp_path / place, FOREIGN[foreign])
     before = snapshot(tmp_path)
     with refused("headstart", sorted(FOREIGN[foreign])[0]):
         saved_in(medusa_head(), tmp_path / "head")
@@ -189,11 +185,10 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
     name: str, tmp_path: Path
 ) -> None:
     folder = saved_in(medusa_head(), tmp_path / "head")
-    (folder / name).parent.mkdir(exist_ok=True)
     if name == "empty":
         (folder / name).mkdir()
     else:
-        (folder / name).write_text("mine")
+        write_files(folder, {name: "mine"})
     before = snapshot(tmp_path)
     with refused(name):
         save_head(medusa_head(seed=1), folder)
@@ -201,8 +196,7 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
 
 
 def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.tex").write_text("text")
+    write_files(tmp_path / "precious", {"thesis.tex": "text"})
     (tmp_path / "head").symlink_to(tmp_path / "precious")
     with refused("thesis.tex"):
         saved_in(medusa_head(), tmp_path / "head")
@@ -391,9 +385,8 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     second = medusa_head(seed=2)
     folder = saved_in(first, tmp_path / "head")
     left = tmp_path / "head.partial"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    (left / "model-00001-of-00002.safetensors").write_bytes(b"of another save")
+    halves = ("model.safetensors", "model-00001-of-00002.safetensors")
+    write_files(left, dict.fromkeys(halves, "half"))
     assert_same_head(load_head(folder)[0], first)
     with refused(str(left)):
         load_head(left)
@@ -442,10 +435,8 @@ def test_a_section_that_is_not_a_heads_is_refused_before_memory_is_taken(
     change: Callable[[Any], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved_in(medusa_head(), tmp_path / "head")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    change(config["headstart"])
-    path.write_text(json.dumps(config), encoding="utf-8")
+    with changed_json(folder / "config.json") as config:
+        change(config["headstart"])
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("read the weights"))
     with refused(message) as caught:
         load_head(folder)
