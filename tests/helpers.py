@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,22 @@ def build_t5(vocab_size: int, seed: int = 0, layers: int = 2, **options: Any) ->
 def leaving_out(values: dict[str, Any], *names: str) -> dict[str, Any]:
     """A dict without these keys."""
     return {name: value for name, value in values.items() if name not in names}
+
+
+@contextmanager
+def changed_json(path: Path) -> Iterator[Any]:
+    """What a file of JSON holds, which the block changes there."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    yield content
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def write_files(folder: Path, texts: dict[str, str]) -> None:
+    """Files of a folder and below it, by their paths there."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:

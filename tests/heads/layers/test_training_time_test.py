@@ -3,13 +3,14 @@ gradients too."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers import LargestTensor
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 from torch.utils.checkpoint import checkpoint
 
@@ -25,62 +26,7 @@ from headstart.heads.layers.training_time_test import (
 HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
 """More positions than a block of flex_attention's mask."""
 PACKED = torch.tensor([[1] * 40 + [2] * 1 + [3] * 109, [1] * 150])
-Kernel = Callable[[Tensor, list[Tensor], list[Tensor], "Tensor | None"], Tensor]
-
-
-@pytest.mark.parametrize(
-    ("window", "chunk", "sequences_BT"),
-    [
-        (4, None, PACKED),
-        (5, 7, None),
-        (60, 40, PACKED),
-        (149, 7, None),
-        (149, 7, PACKED),
-        (500, None, None),
-    ],
-)
-def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
-    window: int, chunk: int | None, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Position t at step s stands for t + s and sees keys after t + s - window, its own drafts
-    among them."""
-    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
-    steps = 4
-    query, keys, values = random_states(steps)
-    numbers_BT = torch.ones(2, TIME) if sequences_BT is None else sequences_BT
-    batch, groups = 2, HEADS // GROUPS
-    wanted = []
-    for step in range(1, steps + 1):
-        here = torch.arange(TIME)
-        seen_BTT = (here[:, None] >= here) & (numbers_BT[:, :, None] == numbers_BT[:, None])
-        seen_BTT = seen_BTT & (here > here[:, None] + step - 1 - window)
-        scores = query @ keys[0].repeat_interleave(groups, 1).mT
-        scores = scores.masked_fill(~seen_BTT[:, None], -math.inf)
-        own = [
-            (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key in keys[1:step]
-        ]
-        weights = (torch.cat([scores, *own], -1) / math.sqrt(SIZE)).softmax(-1)
-        rows = weights[..., :TIME] @ values[0].repeat_interleave(groups, 1)
-        for number, value in enumerate(values[1:step]):
-            rows = rows + weights[..., TIME + number, None] * value.repeat_interleave(groups, 1)
-        wanted.append(rows)
-    if chunk is not None:
-        monkeypatch.setattr(
-            step_attention, "SCORES_ON_CPU", chunk * batch * HEADS * min(2 * window, TIME)
-        )
-    leaves = [query, *keys, *values]
-    scale = torch.randn_like(query)
-    for step in (1, steps):
-        test = TrainingTimeTest(1, sequences_BT, window=window)
-        given = (query, keys[:step], values[:step])
-        for found in (attend_step(*given, test), by_flex(flex.flex_attention, *given, test)):
-            torch.testing.assert_close(found, wanted[step - 1], rtol=0, atol=1e-10)
-    found = attend_step(query, keys, values, test)
-    mine, plain = (
-        torch.autograd.grad((side * scale).sum(), leaves) for side in (found, wanted[-1])
-    )
-    for one, other in zip(mine, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+Kernel = Callable[[Tensor, list[Tensor], list[Tensor], TrainingTimeTest], Tensor]
 
 
 def test_a_window_makes_no_scores_beyond_it() -> None:
@@ -89,21 +35,6 @@ def test_a_window_makes_no_scores_beyond_it() -> None:
     with LargestTensor(torch.ops.aten.bmm.default) as largest:
         attend_step(*states, TrainingTimeTest(1, window=10))
     assert largest.elements <= 2 * HEADS * 10 * 20
-
-
-def test_layers_remember_apart() -> None:
-    torch.manual_seed(0)
-    entries = [
-        [torch.randn(1, heads, 3, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)]
-        for _ in range(6)
-    ]
-    both = TrainingTimeTest(2)
-    mixed = [both.at(i // 2).attend(i % 2, *entry) for i, entry in enumerate(entries)]
-    for layer in range(2):
-        alone = TrainingTimeTest(1)
-        for step, entry in enumerate(entries[layer::2]):
-            expected = alone.at(step).attend(0, *entry)
-            torch.testing.assert_close(mixed[2 * step + layer], expected, rtol=0, atol=1e-12)
 
 
 def random_states(
@@ -121,65 +52,94 @@ def random_states(
 
 
 def uncompiled(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
+    query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
 ) -> Tensor:
-    return by_flex(flex.flex_attention, query, keys, values, TrainingTimeTest(1, sequences_BT))
+    return by_flex(flex.flex_attention, query, keys, values, test)
 
 
-def usual(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
-) -> Tensor:
-    return attend_step(query, keys, values, TrainingTimeTest(1, sequences_BT))
-
-
-def recomputed(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
-) -> Tensor:
-    found: Tensor = checkpoint(usual, query, keys, values, sequences_BT, use_reentrant=False)
+def recomputed(*states_and_test: Any) -> Tensor:
+    found: Tensor = checkpoint(attend_step, *states_and_test, use_reentrant=False)
     return found
 
 
-@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
+def plain_scores(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
+) -> Tensor:
+    window = test.first_step_window(len(keys) - 1, TIME)
+    return by_chunks(query, keys, values, test.sequences_BT, window)
+
+
+def written_out(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
+) -> Tensor:
+    """Softmax over what a position sees: step 0 up to its own, and its own place of later steps."""
+    here = torch.arange(TIME)
+    sequences_BT = torch.ones(2, TIME) if test.sequences_BT is None else test.sequences_BT
+    seen_BTT = (here[:, None] >= here) & (sequences_BT[:, :, None] == sequences_BT[:, None])
+    if test.window is not None:
+        # Position t at step s stands for t + s, and its drafts are within the window.
+        seen_BTT &= here > here[:, None] + len(keys) - 1 - test.window
+    own_BTT = torch.eye(TIME, dtype=torch.bool).expand(2, -1, -1)
+    mask = torch.cat([seen_BTT, *[own_BTT] * (len(keys) - 1)], dim=-1)[:, None]
+    every_key = torch.cat(keys, dim=2)
+    every_value = torch.cat(values, dim=2)
+    return F.scaled_dot_product_attention(query, every_key, every_value, mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("window", "sequences_BT"),
+    [(None, None), (None, PACKED), (5, None), (4, PACKED), (149, PACKED), (500, None)],
+    ids=["whole", "packed", "5", "4, packed", "149, packed", "500"],
+)
 @pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize("kernel", [usual, recomputed, uncompiled])
-def test_every_kernel_finds_what_plain_scores_find(
-    kernel: Kernel, steps: int, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", [attend_step, recomputed, uncompiled, plain_scores])
+def test_every_kernel_finds_what_softmax_finds(
+    kernel: Kernel,
+    steps: int,
+    window: int | None,
+    sequences_BT: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A CPU has no backward of flex_attention; uncompiled it is made of operations that all have
     # one.
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
-    given = random_states(steps)
-    leaves = [given[0], *given[1], *given[2]]
-    scale = torch.randn(
-        2, HEADS, TIME, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
-    )
+    monkeypatch.setattr(step_attention, "SCORES_ON_CPU", 40 * 2 * HEADS * TIME)
+    states = random_states(steps)
+    leaves = [states[0], *states[1], *states[2]]
+    scale = torch.randn(states[0].shape, generator=torch.Generator().manual_seed(9)).double()
+    test = TrainingTimeTest(1, sequences_BT, window=window)
     sides = []
-    for one in (kernel, by_chunks):
-        found = one(*given, sequences_BT)
+    for attend in (kernel, written_out):
+        found = attend(*states, test)
         sides.append((found, *torch.autograd.grad((found * scale).sum(), leaves)))
-    for mine, plain in zip(*sides, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-10)
+    for ours, expected in zip(*sides, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_formats_round_as_plain_scores_do(dtype: torch.dtype) -> None:
-    exact = usual(*random_states(3), PACKED)
-    found, plain = (kernel(*random_states(3, dtype), PACKED) for kernel in (usual, by_chunks))
+    test = TrainingTimeTest(1, PACKED)
+    exact = attend_step(*random_states(3), test)
+    found = attend_step(*random_states(3, dtype), test)
+    plain = plain_scores(*random_states(3, dtype), test)
     assert found.dtype == dtype
-    errors = [(side.double() - exact).abs().mean() for side in (found, plain)]
-    assert errors[0] < 1.5 * errors[1]
+    error = (found.double() - exact).abs().mean()
+    assert error < 1.5 * (plain.double() - exact).abs().mean()
 
 
 def test_autocast_decides_the_format() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert usual(*random_states(2, torch.float32), None).dtype == torch.bfloat16
+        assert (
+            attend_step(*random_states(2, torch.float32), TrainingTimeTest(1)).dtype
+            == torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
 def test_a_cpu_makes_no_scores(sequences_BT: Tensor | None) -> None:
     states = random_states(3)
     with LargestTensor() as largest:
-        found = usual(*states, sequences_BT)
+        found = attend_step(*states, TrainingTimeTest(1, sequences_BT))
     assert largest.elements < 2 * HEADS * TIME * TIME
     kept = [tensor for tensor in found.grad_fn.saved_tensors if isinstance(tensor, Tensor)]  # type: ignore[union-attr]
     assert kept and max(tensor.numel() for tensor in kept) <= 2 * HEADS * TIME * SIZE
