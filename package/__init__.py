@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 __version__ = importlib.metadata.version("headstart")
 
 
-def _check_versions() -> None:
+def check_versions() -> None:
     """Refuse a torch or a transformers outside of the range that the package's metadata states.
 
     Raises:
@@ -25,4 +25,4 @@ def _check_versions() -> None:
             )
 
 
-_check_versions()
+check_versions()

