@@ -37,6 +37,7 @@ import torch
 from helpers import build_model, build_tokenizer
 from huggingface_hub import constants
 from loopback_hub import Hub
+from messages import refused
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headstart.console import show_on_console
@@ -301,7 +302,7 @@ def stopped_at() -> Callable[..., None]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.MetricsLogger, "end_step", end_step)
-            with pytest.raises(Stopped, match=f"stopped at step {step} "):
+            with refused(f"step {step}", error=Stopped):
                 run(*given)
 
     return stop

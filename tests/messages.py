@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def refused(
-    *words: str, error: type[BaseException] = ValueError
+    *words: str, error: type[BaseException] | tuple[type[BaseException], ...] = ValueError
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """The block raises an error whose message holds all of these words."""
     with pytest.raises(error) as caught:

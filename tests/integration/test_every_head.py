@@ -3,7 +3,6 @@ checkpoints part its work."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from messages import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -513,13 +513,13 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
     for key in (next(iter(saved)), *(buffer for buffer, _ in head.named_buffers())):
         rest = {other: tensor for other, tensor in saved.items() if other != key}
         save_file(rest, weights)
-        with pytest.raises(ValueError, match=re.escape(f"missing tensor {key!r}") + "$"):
+        with refused(f"missing {key!r}"):
             load_head(tmp_path, target.info)
         save_file({**rest, key: torch.cat([saved[key], saved[key]])}, weights)
-        with pytest.raises(ValueError, match=re.escape(f"tensor {key!r} of shape")):
+        with refused(f"{key!r} shape"):
             load_head(tmp_path, target.info)
     save_file({**saved, "bonus": torch.zeros(1)}, weights)
-    with pytest.raises(ValueError, match=r"unknown tensor 'bonus'$"):
+    with refused("unknown 'bonus'"):
         load_head(tmp_path, target.info)
 
 

@@ -251,5 +251,5 @@ def test_bad_input_is_refused_before_anything_is_loaded(config, options, words):
 
 def test_a_missing_file_is_refused_before_the_model_is_loaded(config, monkeypatch):
     monkeypatch.setattr(Target, "from_pretrained", lambda *_: pytest.fail("loaded"))
-    with pytest.raises((ValueError, OSError), match=r"nothing\.jsonl"):
+    with refused("nothing.jsonl", error=(ValueError, OSError)):
         certify(replace(config, prompts=["nothing.jsonl"]))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers import Ended
+from messages import refused
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -163,7 +164,7 @@ def test_decoders_share_metrics_by_their_labels():
 
 def test_a_taken_port_is_named():
     port = Monitor().serve(0)
-    with pytest.raises(ValueError, match=rf"port {port} of 127\.0\.0\.1: .*in use"):
+    with refused(f"{port} 127.0.0.1"):
         Monitor().serve(port)
 
 

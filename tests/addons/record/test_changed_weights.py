@@ -10,7 +10,7 @@ import pytest
 import torch
 from changed_weights import PLAIN, ROW, WRITES, mistral_text, tiny_mistral, with_eagle3
 from helpers import EachRound
-from messages import refused
+from messages import refused, warned
 from peft import LoraConfig, get_peft_model
 
 from headstart.addons.record import record
@@ -47,10 +47,7 @@ def test_a_recording_takes_no_answers_of_other_weights(write, compile, tokenizer
         torch.manual_seed(2)
         with torch.no_grad():
             WRITES[write](model, tiny_mistral(seed=7))
-        with pytest.warns(
-            UserWarning,
-            match="not those with which the recording began: answers are not recorded in",
-        ):
+        with warned(f"weights recorded {str(tmp_path / 'old')!r}"):
             after = lm.generate(ROW, **PLAIN).sequences
         with warnings.catch_warnings(action="error"):  # it was said once
             lm.generate(torch.cat([ROW, ROW]), **PLAIN)
@@ -106,7 +103,7 @@ def test_a_recording_takes_no_answers_of_another_adapter(change, compile, tokeni
     lm = with_eagle3(peft_model.eval(), compile)
     with record(lm, tmp_path, format="float32", tokenizer=tokenizer) as running:
         first = lm.generate(ROW, **PLAIN).sequences
-        with pytest.warns(UserWarning, match="not those with which"):
+        with warned("weights recorded"):
             second = answer_otherwise(lm, peft_model, change)
         if change != "merged":  # unmerging leaves rounding errors
             assert not torch.equal(first, second)
@@ -124,7 +121,7 @@ def test_an_answer_during_which_weights_change_is_not_recorded(tokenizer, tmp_pa
     lm = with_eagle3(model, compile=False)
     with record(lm, tmp_path, tokenizer=tokenizer) as running:
         lm.observers.append(EachRound(lambda sequences: model.lm_head.weight.data.mul_(1.01)))
-        with pytest.warns(UserWarning, match="not those with which"):
+        with warned("weights recorded"):
             lm.generate(ROW, **PLAIN)
     assert (running.written, dict(running.skipped)) == (0, {OTHER_WEIGHTS: 1})
 
@@ -141,10 +138,7 @@ def test_a_change_that_no_sample_showed_is_told_when_the_recording_stops(tokeniz
         if lm.target.version == version:
             break
         model.lm_head.weight.data[0, column] = weight
-    with pytest.warns(
-        UserWarning,
-        match=r"by writes that are not noticed on this device \(through \.data\): it may hold",
-    ):
+    with warned(f".data {str(tmp_path)!r}"):
         running.stop()
 
 

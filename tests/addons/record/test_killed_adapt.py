@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import saved_head
+from messages import refused
 from recordings import NEW_TOKENS, record_answers
 
 from headstart.addons.record import adapt_data
@@ -80,10 +81,7 @@ def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(
     output = tmp_path / "new"
     config = AdaptConfig(**options(taught, begun, output))
     monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
-    with pytest.raises(
-        ValueError,
-        match=r"HEADSTART_NO_RECORD is set, and adapting a head to '.*recorded' would keep",
-    ):
+    with refused(f"HEADSTART_NO_RECORD {config.recorded!r}"):
         adapt(config)
     assert not output.exists()
     monkeypatch.setenv("HEADSTART_NO_RECORD", "0")
@@ -102,24 +100,18 @@ def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(
 def test_two_processes_do_not_adapt_in_one_folder(taught, begun, tmp_path):
     output = tmp_path / "new"
     output.mkdir()
-    with (
-        alone_in(output),
-        pytest.raises(
-            ValueError,
-            match=r"another process adapts a head in '.*new'; wait for its end, or choose",
-        ),
-    ):
+    with alone_in(output), refused(f"process {str(output)!r}"):
         adapt(AdaptConfig(**options(taught, begun, output)))
     assert sorted(path.name for path in output.iterdir()) in ([], ["adapt.lock"])
 
 
 def test_a_recording_of_another_target_or_layers_is_refused(taught, target_folder, begun, tmp_path):
     given = options(taught, begun, tmp_path / "1") | {"replay": None}
-    with pytest.raises(ValueError, match=r"holds states with (target|weights) = "):
+    with refused(f"{str(target_folder)!r} {str(taught)!r}"):
         adapt(AdaptConfig(**given | {"target": str(target_folder)}))
     target = Target.from_pretrained(str(taught), torch.float32)
     saved_head(tmp_path / "eagle3", target, "eagle3", feature_layers=[0, -1], depth=2)
-    with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
+    with refused("layers [-1] [0, -1]"):
         adapt(
             AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")})
         )

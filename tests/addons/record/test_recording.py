@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import EachRound, build_model, other_model
-from messages import refused
+from messages import refused, warned
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.record import record, recording
@@ -485,7 +485,7 @@ def test_a_folder_of_something_else_is_refused(target, tokenizer, tools, tmp_pat
 def test_the_environment_switches_recording_off(target, tokenizer, tmp_path, monkeypatch):
     lm = model_with(target, "medusa")
     monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
-    with pytest.warns(UserWarning, match="HEADSTART_NO_RECORD is set: nothing is recorded"):
+    with warned("HEADSTART_NO_RECORD recorded"):
         running = record(lm, tmp_path / "folder", tokenizer=tokenizer)
     with running:
         lm.generate(**prompts(1), **greedy())
