@@ -137,7 +137,7 @@ class OpenAIClient:
         repeated = 0
         while True:
             try:
-                return self._once(path, body)
+                return self.ask_once(path, body)
             except ServerError as error:
                 if repeated == retries or not error.may_pass:
                     raise
@@ -162,7 +162,8 @@ class OpenAIClient:
             raise ServerError(f"its answer is not a JSON object: {text[:SHOWN]!r}", answered=True)
         return reply
 
-    def _once(self, path: str, body: dict[str, Any] | None) -> str:
+    def ask_once(self, path: str, body: dict[str, Any] | None) -> str:
+        """Send a request, once; return the body of the answer."""
         url = f"{self.name}{path}?{self.query}" if self.query else self.name + path
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, self.headers)

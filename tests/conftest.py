@@ -139,7 +139,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "in_memory", {})
-    monkeypatch.setattr(machine, "told", set())
+    monkeypatch.setattr(machine, "given_warnings", set())
     monkeypatch.setattr(machine, "clocks", lambda: (0.0, 0.0))
     return tmp_path / "cache"
 

@@ -1,8 +1,8 @@
 """Random cases of greedy decoding and of sampling with a seed: any drafter, tree, processors, batch
 and slots.
 
-`check` compares one with `model.generate`, row by row; what is compared is in `cases` and
-`SETTINGS`.
+`compare_with_generate` compares one with `model.generate`, row by row; what is compared is in
+`drawn_cases` and `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def chance(strategy: Any) -> Any:
     return st.one_of(st.none(), st.none(), strategy)
 
 
-def cases(**more: Any) -> Any:
+def drawn_cases(**more: Any) -> Any:
     """Strategy for what is decoded, and how; `more` are further entries."""
     return st.fixed_dictionaries(
         {
@@ -108,7 +108,7 @@ def as_many_as(usual: int) -> Any:
     )
 
 
-def random_head(target: Target, kind: str) -> DraftHead:
+def kept_head(target: Target, kind: str) -> DraftHead:
     """A random head for a random model, built once."""
     heads = _heads.setdefault(target, {})
     if kind not in heads:
@@ -130,7 +130,7 @@ def planted(model: PreTrainedModel, value: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written(model: PreTrainedModel, number: int | None) -> Iterator[None]:
+def negated_weight(model: PreTrainedModel, number: int | None) -> Iterator[None]:
     """Within it a weight has the other sign, written as torch does not notice."""
     weights = [weight.data for weight in model.parameters()]
     if number is not None:
@@ -142,7 +142,7 @@ def written(model: PreTrainedModel, number: int | None) -> Iterator[None]:
             weights[number % len(weights)].neg_()
 
 
-def settings_of(case: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+def settings_of_generate(case: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
     """Settings of `generate`; cases that may leave no token to choose are given up."""
     settings = {name: value for name, value in chosen.items() if value is not None} | {
         "do_sample": False
@@ -161,14 +161,14 @@ def settings_of(case: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def drafting(target: Target, case: dict[str, Any]) -> SpeculativeLM:
+def decoder_of(target: Target, case: dict[str, Any]) -> SpeculativeLM:
     """The target with the drafter of a case; an oracle knows no text yet."""
     if case["source"] == "oracle":
         shape = random_shape(case["shape"])
         return SpeculativeLM(
             target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"])
         )
-    head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
+    head = kept_head(target, case["source"]) if case["source"] in OPTIONS else None
     if target.engine.chains_only:  # which refuses a tree that is named
         assume(head is None or case["tree"] in CHAINS)
     options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
@@ -177,12 +177,12 @@ def drafting(target: Target, case: dict[str, Any]) -> SpeculativeLM:
     )
 
 
-def check(
+def compare_with_generate(
     target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare a case with `generate`, or, with a seed, with the text that the seed gives without
     drafts."""
-    settings = settings_of(case, chosen)
+    settings = settings_of_generate(case, chosen)
     rows = [
         torch.randint(
             1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length)
@@ -190,7 +190,7 @@ def check(
         for place, length in enumerate(case["lengths"])
     ]
     padded, mask = padded_batch(rows, case["side"])
-    lm = drafting(target, case)
+    lm = decoder_of(target, case)
     target.check_decoding()  # which reads any token, the one with a planted embedding too
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", case["chunk"])
 
@@ -207,7 +207,7 @@ def check(
         if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":
             past = Conversation()
             tokens_of(lm, past_key_values=past)
-        with written(target.model, case["written"]):
+        with negated_weight(target.model, case["written"]):
             if settings["do_sample"]:
                 truths = tokens_of(SpeculativeLM(target))
             else:

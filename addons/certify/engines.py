@@ -312,7 +312,7 @@ class ServerEngine:
     def _answer(self, choice: dict[str, Any], most: int) -> Answer:
         """An answer of at most `most` tokens, by the server's best description of them."""
         logprobs = choice.get("logprobs")
-        texts, values, best = _log_probs(logprobs)
+        texts, values, best = log_probs_of(logprobs)
         finished = choice.get("finish_reason") == "stop"
         ids = _ids(choice, logprobs, texts)
         ids_by = IDS_BY[0]
@@ -395,7 +395,7 @@ def _ids(choice: dict[str, Any], logprobs: Any, texts: list[str] | None) -> list
     return None
 
 
-def _log_probs(logprobs: Any) -> tuple[list[str] | None, list[float] | None, list[float] | None]:
+def log_probs_of(logprobs: Any) -> tuple[list[str] | None, list[float] | None, list[float] | None]:
     """Return an answer's token texts, log-probabilities and best log-probabilities.
 
     The last are those of the best token at each position. None stands for what is missing.

@@ -67,7 +67,7 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
-            return _measured(target, head).kept()
+            return time_rounds(target, head).kept()
 
     return measured_once(target.device, name, measure, RoundCosts.read)
 
@@ -96,7 +96,8 @@ def target_shape(target: Target) -> str:
 
 
 @torch.inference_mode()
-def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
+def time_rounds(target: Target, head: DraftHead | None) -> RoundCosts:
+    """Time the parts of a round on this machine, for trees of all `SIZES`."""
     # 1. The target's forward over trees of each size, after a random text.
     random = torch.Generator().manual_seed(0)
     text_1T = torch.randint(target.info.vocab_size, (1, TEXT), generator=random).to(target.device)

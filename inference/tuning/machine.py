@@ -39,7 +39,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 in_memory: dict[str, dict[str, Any]] = {}
 """Measurements of this process, by machine and name."""
-told: set[str] = set()
+given_warnings: set[str] = set()
 """Warnings that were given: each comes once a process."""
 
 
@@ -106,8 +106,8 @@ def tell_once(message: str, why: str = "") -> None:
 
     `why` is appended to the warning and may differ.
     """
-    if message not in told:
-        told.add(message)
+    if message not in given_warnings:
+        given_warnings.add(message)
         warnings.warn(message + why, stacklevel=3)
 
 

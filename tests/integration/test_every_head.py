@@ -4,8 +4,7 @@ checkpoints part its work."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import helpers
@@ -15,6 +14,7 @@ from messages import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import (
     HEADS,
@@ -61,122 +61,75 @@ QWEN3_NEXT = SIZES | {
 }
 """Attention with a gate, norms whose weight is the gain less 1, positions in a part of each
 head."""
+BLOCK = {"block_size": DEPTH}
+LONGER_BLOCK = {"block_size": DEPTH + 1}
+# Noise would make training's states other than decoding's, as it is meant to.
+NOISELESS = {"depth": DEPTH, "noise": 0.0}
+STEPS = {"depth": DEPTH}
+STEPS_BEYOND = {"depth": DEPTH + 1, "train_steps": 3}
+HEADS_ALONE = {"num_heads": DEPTH}
+ALL_NORMS = {"fc_norm": True, "norm_output": True, "qk_norm": True}
+OWN_ROPE = {"rope_type": "default", "rope_theta": 77.0}
+AS_SPECULATORS = {
+    "norm_before_fc": True,
+    "own_embedding": True,
+    "norm_before_residual": True,
+    "rope_parameters": OWN_ROPE,
+}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "dflash": {
-        "plain": {"block_size": DEPTH + 1},
-        "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "num_layers": 1},
-        "truncated": {"block_size": DEPTH + 1, "draft_vocab_size": 3, "num_layers": 2},
-        "windowed": {
-            "block_size": DEPTH + 1,
-            "num_layers": 2,
-            "sliding_window": 3,
-            "sliding_layers": [1],
-        },
-        "a window both ways": {
-            "block_size": DEPTH + 1,
-            "sliding_window": 2,
-            "sliding_causal": False,
-        },
-        "as Llama": {
-            "block_size": DEPTH + 2,
-            "qk_norm": False,
-            "mask_token_id": 2,
-            "num_key_value_heads": 1,
-        },
+        "plain": LONGER_BLOCK,
+        "from the anchor": BLOCK | {"sample_from_anchor": True, "num_layers": 1},
+        "truncated": LONGER_BLOCK | {"draft_vocab_size": 3, "num_layers": 2},
+        "windowed": LONGER_BLOCK | {"num_layers": 2, "sliding_window": 3, "sliding_layers": [1]},
+        "a window both ways": LONGER_BLOCK | {"sliding_window": 2, "sliding_causal": False},
+        "as Llama": {"block_size": DEPTH + 2, "qk_norm": False, "mask_token_id": 2}
+        | {"num_key_value_heads": 1},
     },
     "dspark": {
-        "plain": {"block_size": DEPTH, "markov_rank": 4},
-        "gated": {
-            "block_size": DEPTH,
-            "markov_rank": 2,
-            "markov": "gated",
-            "confidence_with_markov": False,
-        },
-        "not from the anchor": {
-            "block_size": DEPTH + 1,
-            "sample_from_anchor": False,
-            "markov_rank": 4,
-        },
-        "rnn, truncated": (
-            {"block_size": DEPTH, "markov": "rnn", "markov_rank": 4}
-            | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False}
-        ),
+        "plain": BLOCK | {"markov_rank": 4},
+        "gated": BLOCK | {"markov_rank": 2, "markov": "gated", "confidence_with_markov": False},
+        "not from the anchor": LONGER_BLOCK | {"sample_from_anchor": False, "markov_rank": 4},
+        "rnn, truncated": BLOCK
+        | {"markov": "rnn", "markov_rank": 4, "draft_vocab_size": 3, "num_layers": 1}
+        | {"confidence": False},
     },
-    # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {
-        "plain": {"depth": DEPTH, "noise": 0.0},
-        "three steps": {
-            "depth": DEPTH + 1,
-            "noise": 0.0,
-            "train_steps": 3,
-            "num_layers": 2,
-            "num_key_value_heads": 1,
-        },
-        "as first published": {"depth": DEPTH, "noise": 0.0, "fc_bias": True},
+        "plain": NOISELESS,
+        "three steps": NOISELESS | STEPS_BEYOND | {"num_layers": 2, "num_key_value_heads": 1},
+        "as first published": NOISELESS | {"fc_bias": True},
     },
     "eagle3": {
-        "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
-        "all norms": (
-            {"depth": DEPTH + 1, "feature_layers": [0, 1], "train_steps": 3, "num_layers": 2}
-            | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True}
-        ),
-        "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
-        "as speculators": (
-            {
-                "depth": DEPTH,
-                "feature_layers": [0, 1, -1],
-                "norm_before_fc": True,
-                "own_embedding": True,
-            }
-            | {
-                "norm_before_residual": True,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
-            }
-        ),
-        "windowed": {
-            "depth": DEPTH,
-            "feature_layers": [0, -1],
-            "sliding_window": DEPTH + 1,
-            "num_layers": 2,
-        },
+        "plain": STEPS | {"feature_layers": [0, 1, -1]},
+        "all norms": STEPS_BEYOND
+        | {"feature_layers": [0, 1], "num_layers": 2, "draft_vocab_size": 3}
+        | ALL_NORMS,
+        "own width": STEPS | {"feature_layers": [0], "hidden_size": 12, "head_dim": 6},
+        "as speculators": STEPS | {"feature_layers": [0, 1, -1]} | AS_SPECULATORS,
+        "windowed": STEPS
+        | {"feature_layers": [0, -1], "sliding_window": DEPTH + 1, "num_layers": 2},
     },
     "hydra": {
-        "plain": {"num_heads": DEPTH},
-        "prefix, shared LM head": {"num_heads": DEPTH, "prefix_layer": True, "lm_head": "shared"},
-        "truncated": {"num_heads": DEPTH, "num_layers": 3, "draft_vocab_size": 3},
-        "as the authors'": {
-            "num_heads": DEPTH,
-            "prefix_layer": True,
-            "prefix_norm": True,
-            "bias": True,
-        },
+        "plain": HEADS_ALONE,
+        "prefix, shared LM head": HEADS_ALONE | {"prefix_layer": True, "lm_head": "shared"},
+        "truncated": HEADS_ALONE | {"num_layers": 3, "draft_vocab_size": 3},
+        "as the authors'": HEADS_ALONE | {"prefix_layer": True, "prefix_norm": True, "bias": True},
     },
     "hydra++": {
-        "plain": {"num_heads": DEPTH},
-        "truncated": {"num_heads": DEPTH, "num_layers": 1, "draft_vocab_size": 3},
+        "plain": HEADS_ALONE,
+        "truncated": HEADS_ALONE | {"num_layers": 1, "draft_vocab_size": 3},
     },
     "medusa": {
-        "plain": {"num_heads": DEPTH},
-        "shared LM head": {"num_heads": DEPTH, "lm_head": "shared", "bias": False},
-        "truncated": {"num_heads": DEPTH, "num_layers": 2, "draft_vocab_size": 3},
+        "plain": HEADS_ALONE,
+        "shared LM head": HEADS_ALONE | {"lm_head": "shared", "bias": False},
+        "truncated": HEADS_ALONE | {"num_layers": 2, "draft_vocab_size": 3},
     },
     "mtp": {
-        "plain": {"depth": DEPTH},
-        "as MiMo": {
-            "depth": DEPTH + 1,
-            "train_steps": 3,
-            "hidden_first": True,
-            "zero_first": True,
-            "head_dim": 4,
-        },
-        "before the norm": {
-            "depth": DEPTH,
-            "norm_output": False,
-            "start": "last",
-            "qk_norm": False,
-        },
-        "a layer for each depth": {"depth": DEPTH, "num_layers": DEPTH, "layer": QWEN3_NEXT},
-        "as DeepSeek": {"depth": DEPTH, "layer": DEEPSEEK},
+        "plain": STEPS,
+        "as MiMo": STEPS_BEYOND | {"hidden_first": True, "zero_first": True, "head_dim": 4},
+        "before the norm": STEPS | {"norm_output": False, "start": "last", "qk_norm": False},
+        "a layer for each depth": STEPS | {"num_layers": DEPTH, "layer": QWEN3_NEXT},
+        "as DeepSeek": STEPS | {"layer": DEEPSEEK},
     },
 }
 LONGEST_COMMIT = 10
@@ -198,7 +151,7 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model_state, "CHUNK_TOKENS", LONGEST_COMMIT)
 
 
-def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead:
+def head_with_noise(name: str, options: dict[str, Any], target: Target) -> DraftHead:
     """With weights of which none is silent; a draft vocabulary, where there is one, is 1, 3 and
     5."""
     torch.manual_seed(1)
@@ -210,12 +163,18 @@ def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead
     return head
 
 
-def features_of(
-    target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor
+def random_tokens(vocab: int, shape: tuple[int, int], seed: int) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read_features(
+    target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor | None = None
 ) -> TargetFeatures:
-    return TargetFeatures(
-        *target.read(tokens_BT, head.feature_layers), tokens_BT, loss_mask_BT, target.modules
-    )
+    """What a head trains on; every token is an answer's without a mask."""
+    if loss_mask_BT is None:
+        loss_mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    states = target.read(tokens_BT, head.feature_layers)
+    return TargetFeatures(*states, tokens_BT, loss_mask_BT, target.modules)
 
 
 # What a step costs in memory does not change what it learns.
@@ -225,9 +184,8 @@ def gradients(head: DraftHead, features: TargetFeatures) -> tuple[Tensor, list[T
     output = head.train()(features)
     head.zero_grad()
     output.loss.backward()
-    return output.losses_K, [
-        parameter.grad for parameter in head.parameters() if parameter.grad is not None
-    ]
+    found = [parameter.grad for parameter in head.parameters()]
+    return output.losses_K, [gradient for gradient in found if gradient is not None]
 
 
 def assert_same_step(
@@ -247,16 +205,17 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(
 ):
     """Positions start again with every sequence, and no sequence sees another."""
     target = tiny_target(vocab_size=7, layers=3)
-    head = random_head(name, options, target)
+    head = head_with_noise(name, options, target)
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(7, (length,), generator=generator) for length in (9, 6, 11, 7)]
-    masks = [torch.arange(len(text)) >= 2 for text in texts]
-    pad = torch.nn.utils.rnn.pad_sequence
-    apart = features_of(target, head, pad(texts, batch_first=True), pad(masks, batch_first=True))
-    rows = [[0, 1], [2, 3]]
+    positions = [torch.arange(len(text)) for text in texts]
+    masks = [places >= 2 for places in positions]
+    apart = read_features(
+        target, head, pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
+    )
     tokens_BT, mask_BT, positions_BT = (
-        pad([torch.cat([part[i] for i in row]) for row in rows], batch_first=True)
-        for part in (texts, masks, [torch.arange(len(text)) for text in texts])
+        pad_sequence([torch.cat(part[:2]), torch.cat(part[2:])], batch_first=True)
+        for part in (texts, masks, positions)
     )
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     together = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
@@ -272,9 +231,8 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(
 def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, tiny_target, monkeypatch):
     """In chunks as where there is no fused kernel."""
     target = tiny_target(vocab_size=7, layers=3)
-    head = random_head(name, options, target)
-    tokens_BT = torch.randint(7, (2, 13), generator=torch.Generator().manual_seed(5))
-    features = features_of(target, head, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
+    head = head_with_noise(name, options, target)
+    features = read_features(target, head, random_tokens(7, (2, 13), seed=5))
     plain = gradients(head, features)
     by_chunks = training_time_test.by_chunks
     monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", 40)
@@ -297,16 +255,18 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, tiny_t
 def test_only_draft_positions_are_computed_beyond_keys_and_values(name, options, tiny_target):
     """The last MLP sees no other position, nor any MLP after the first step."""
     target = tiny_target(vocab_size=7, layers=3)
-    head = random_head(name, options, target).train()
+    head = head_with_noise(name, options, target).train()
     mask_BT = torch.rand(2, 14, generator=torch.Generator().manual_seed(6)) < 0.8
-    features = features_of(target, head, torch.ones(2, 14, dtype=torch.int64), mask_BT)
+    features = read_features(target, head, torch.ones(2, 14, dtype=torch.int64), mask_BT)
     drafts = len(DraftPositions.of(features, head.max_depth).index_N)
     seen: list[int] = []
+
+    def count(_: Any, given: tuple[Tensor, ...]) -> None:
+        seen.append(given[0].shape[:-1].numel())
+
     for module in head.modules():
         if isinstance(module, GatedMLP):
-            module.register_forward_pre_hook(
-                lambda _, given: seen.append(given[0].shape[:-1].numel())
-            )
+            module.register_forward_pre_hook(count)
     head(features)
     layers = head.cached_layers
     assert 0 < drafts < mask_BT.numel()
@@ -321,31 +281,26 @@ def training_logits(
     head: DraftHead, features: TargetFeatures, monkeypatch: pytest.MonkeyPatch
 ) -> dict[tuple[int, int, int], Tensor]:
     """The logits_V under the loss, by row, position of the newest feature, and depth."""
-    seen: list[Any] = []
     module = sys.modules[type(head).forward.__module__]
-    loss = module.draft_loss  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "draft_loss", lambda *given: seen.append(given) or loss(*given))
+        seen = helpers.calls_of(patch, module, "draft_loss")
         head(features)
     ((hiddens, lm_heads, vocabulary_V, _, positions, _, _, *block),) = seen
-    corrections = (
-        [0.0] * len(hiddens)
-        if not block
-        else [F.linear(each["latent_NR"], each["correction_VR"]) for each in block[0]]
-    )
-    drafted = (
-        torch.arange(features.modules.lm_head.out_features)
-        if vocabulary_V is None
-        else vocabulary_V
-    )
+    drafted = vocabulary_V
+    if drafted is None:
+        drafted = torch.arange(features.modules.lm_head.out_features)
     assert torch.equal(head.target_tokens(torch.arange(head.draft_vocab_size)), drafted)
     time = features.tokens_BT.shape[1]
-    return {
-        (*divmod(int(place), time), depth): (F.linear(hidden_ND, weight) + correction)[i].detach()
-        for depth, (hidden_ND, weight, correction) in enumerate(zip(hiddens, lm_heads, corrections))
-        for i, place in enumerate(positions.index_N)
-        if positions.valid_NK[i, depth]
-    }
+    found = {}
+    for depth, (hidden_ND, weight) in enumerate(zip(hiddens, lm_heads)):
+        logits_NV = F.linear(hidden_ND, weight)
+        if block:
+            correction = block[0][depth]
+            logits_NV = logits_NV + F.linear(correction["latent_NR"], correction["correction_VR"])
+        for i, place in enumerate(positions.index_N):
+            if positions.valid_NK[i, depth]:
+                found[*divmod(int(place), time), depth] = logits_NV[i].detach()
+    return found
 
 
 @torch.no_grad()
@@ -360,29 +315,24 @@ def decoding_logits(
     """
     random = torch.Generator().manual_seed(2)
     tokens_BT, vocab = features.tokens_BT, features.modules.lm_head.out_features
-    batch, rows = len(tokens_BT), torch.arange(len(tokens_BT))
+    batch, time = tokens_BT.shape
+    rows = torch.arange(batch)
     lengths = [0] * batch
-    state = head.begin(
-        features.modules, batch, capacity, head.max_depth, 1 + (head.max_depth - 1) * WIDTH
-    )
+    nodes = 1 + (head.max_depth - 1) * WIDTH
+    state = head.begin(features.modules, batch, capacity, head.max_depth, nodes)
     for number, commit in enumerate(commits):
-        features_BAF = 3 * torch.randn(
-            batch, max(commit), features.features_BTF.shape[-1], generator=random
-        )
-        features_BAF = features_BAF.to(features.features_BTF.dtype)
-        next_BA = torch.randint(vocab, (batch, max(commit)), generator=random)
+        shape = (batch, max(commit), features.features_BTF.shape[-1])
+        features_BAF = 3 * torch.randn(shape, generator=random).to(features.features_BTF.dtype)
+        next_BA = torch.randint(vocab, shape[:2], generator=random)
         for row, (start, count) in enumerate(zip(lengths, commit)):
             features_BAF[row, :count] = features.features_BTF[row, start : start + count]
             next_BA[row, :count] = tokens_BT[row, start + 1 : start + count + 1]
-        counts_B = torch.tensor(commit)
-        state = head.observe(state, features_BAF, next_BA, counts_B)
+        state = head.observe(state, features_BAF, next_BA, torch.tensor(commit))
         lengths = [start + count for start, count in zip(lengths, commit)]
         grown = state
         width, true_B = 1, torch.zeros(batch, dtype=torch.int64)
         for depth in range(head.max_depth):
-            tokens_B = tokens_BT[
-                rows, (torch.tensor(lengths) + depth).clamp(max=tokens_BT.shape[1] - 1)
-            ]
+            tokens_B = tokens_BT[rows, (torch.tensor(lengths) + depth).clamp(max=time - 1)]
             if depth == 0:
                 tokens_BW, parents_BW = tokens_B[:, None], torch.full((batch, 1), -1)
             else:
@@ -392,16 +342,11 @@ def decoding_logits(
                 tokens_BW[rows, place_B], parents_BW[rows, place_B] = tokens_B, true_B
                 width, true_B = WIDTH, place_B
             logits_BWV, grown = head.expand(grown, tokens_BW, parents_BW)
-            assert logits_BWV.shape in (
-                (batch, width, head.draft_vocab_size),
-                (batch, 1, head.draft_vocab_size),
-            )
+            assert logits_BWV.shape[1] in (width, 1)
+            logits_BWV = logits_BWV.expand(batch, width, head.draft_vocab_size)
             for row in rows.tolist():
                 if commit[row]:  # what is drafted for a row that has ended does not matter
-                    yield (
-                        (row, lengths[row] - 1, depth),
-                        logits_BWV.expand(-1, width, -1)[row, true_B[row]],
-                    )
+                    yield (row, lengths[row] - 1, depth), logits_BWV[row, true_B[row]]
         if number % 2:
             state = grown  # `observe` must discard the drafts, whichever state it is given
 
@@ -419,25 +364,18 @@ takes part while others go on, and there is no room after its tokens."""
 @every_head
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
 def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
-    name: str,
-    options: dict[str, Any],
-    training: bool,
-    tiny_target: Callable[..., Target],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, options, training, tiny_target, monkeypatch
+):
     target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
-    head = random_head(name, options, target).train(training)
+    head = head_with_noise(name, options, target).train(training)
     mask_BT = torch.ones(3, TIME, dtype=torch.bool)
     mask_BT[2, 8:11] = False  # two answers in one row
-    features = features_of(target, head, torch.randint(11, (3, TIME)), mask_BT)
+    features = read_features(target, head, random_tokens(11, (3, TIME), seed=7), mask_BT)
     trained = training_logits(head, features, monkeypatch)
     depths = {depth for *_, depth in trained}
-    steps = (
-        options.get("train_steps", 1)
-        if name == "eagle"
-        else options.get("train_steps") or head.max_depth
-    )
-    assert depths == set(range(steps if training else head.max_depth))
+    every_depth = 1 if name == "eagle" else head.max_depth
+    steps = options.get("train_steps", every_depth) if training else head.max_depth
+    assert depths == set(range(steps))
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     assert largest > 0.3
     for schedule in SCHEDULES.values():
@@ -454,12 +392,12 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
 
 @every_head
 def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_position(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
-) -> None:
+    name, options, tiny_target
+):
     """Processes that train together wait for each other's gradients."""
     target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
-    head = random_head(name, options, target).train()
-    tokens_BT = torch.randint(11, (2, 12))
+    head = head_with_noise(name, options, target).train()
+    tokens_BT = random_tokens(11, (2, 12), seed=8)
     answer_BT = torch.ones(2, 12, dtype=torch.bool)
     for tokens, mask, learns in [
         (tokens_BT, answer_BT, True),
@@ -468,13 +406,10 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
         (tokens_BT[:, :1], answer_BT[:, :1], False),
     ]:
         head.zero_grad()
-        output = head(features_of(target, head, tokens, mask), ranks=4)
+        output = head(read_features(target, head, tokens, mask), ranks=4)
         output.loss.backward()
-        assert (
-            (output.counts_K > 0).all()
-            if learns
-            else not output.counts_K.any() and output.loss == 0
-        )
+        assert bool((output.counts_K > 0).all()) == bool(output.counts_K.any()) == learns
+        assert bool(output.loss != 0) == learns
         for path, parameter in head.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {path}"
             assert parameter.grad.isfinite().all() and parameter.grad.any() == learns, path
@@ -485,27 +420,22 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
 
 @every_head
 def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tmp_path: Path
-) -> None:
+    name, options, tiny_target, tmp_path
+):
     target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
-    head = random_head(name, options, target).eval()
+    head = head_with_noise(name, options, target).eval()
     save_head(head, tmp_path, CheckpointMetadata())
     loaded, _ = load_head(tmp_path, target.info)
     assert type(loaded) is HEADS[name] and loaded.config == head.config
     state = head.state_dict()
     assert list(loaded.state_dict()) == list(state)
-    for key, tensor in loaded.state_dict().items():
-        assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
-    features = features_of(
-        target, head, torch.randint(11, (3, TIME)), torch.ones(3, TIME, dtype=torch.bool)
-    )
+    torch.testing.assert_close(loaded.state_dict(), state, rtol=0, atol=0)
+    features = read_features(target, head, random_tokens(11, (3, TIME), seed=9))
     drafts, again = (
-        list(decoding_logits(one, features, *SCHEDULES["rows part"]))
+        dict(decoding_logits(one, features, *SCHEDULES["rows part"]))
         for one in (head, loaded.eval())
     )
-    assert all(
-        torch.equal(before[1], after[1]) for before, after in zip(drafts, again, strict=True)
-    )
+    torch.testing.assert_close(again, drafts, rtol=0, atol=0)
 
     weights = tmp_path / "model.safetensors"
     saved = load_file(weights)
@@ -528,14 +458,11 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
 
 
 @every_head
-def test_the_state_of_the_last_token_changes_no_gradient(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
-) -> None:
+def test_the_state_of_the_last_token_changes_no_gradient(name, options, tiny_target):
     target = tiny_target(vocab_size=6, layers=4)
-    head = random_head(name, options, target)
-    tokens_BT = torch.randint(6, (2, 12), generator=torch.Generator().manual_seed(2))
-    mask_BT = torch.arange(12).expand(2, -1) >= 4
-    features = features_of(target, head, tokens_BT, mask_BT)
+    head = head_with_noise(name, options, target)
+    tokens_BT = random_tokens(6, (2, 12), seed=2)
+    features = read_features(target, head, tokens_BT, torch.arange(12).expand(2, -1) >= 4)
     torch.manual_seed(0)
     expected = gradients(head, features)
     assert float(expected[0].sum()) != 0

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_identity, written_alone
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers import build_model, check_identity, written_alone
 
 from headstart.heads import HEADS, DraftHead, build_head
 from headstart.inference import SpeculativeLM, Target
-from headstart.train.data.batches import Batch, collate
+from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 
@@ -39,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def conversations() -> list[Example]:
+def learned_conversations() -> list[Example]:
     """Random prompts and answers: nothing but the text itself says how it continues."""
     random = torch.Generator().manual_seed(0)
     # The tokens that answers are made of are spread over the vocabulary, so that draft ids are
@@ -47,65 +46,48 @@ def conversations() -> list[Example]:
     said = torch.randperm(VOCAB - 1, generator=random)[:SAID] + 1
     found = []
     for length in PROMPTS:
-        prompt = torch.randint(1, VOCAB, (length,), generator=random)
-        answer = said[torch.randint(SAID, (ANSWER,), generator=random)]
-        found.append(
-            Example([*prompt.tolist(), *answer.tolist()], [False] * length + [True] * ANSWER)
-        )
+        prompt = torch.randint(1, VOCAB, (length,), generator=random).tolist()
+        answer = said[torch.randint(SAID, (ANSWER,), generator=random)].tolist()
+        found.append(Example(prompt + answer, [False] * length + [True] * ANSWER))
     return found
 
 
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    return collate(conversations())
+BATCH = collate(learned_conversations())
 
 
 @pytest.fixture(scope="module")
-def taught(batch: Batch) -> Target:
+def knowing() -> Target:
     """A small target that learned the conversations by heart."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    labels = batch.tokens_BT.masked_fill(~batch.loss_mask_BT, -100)
+    model = build_model(VOCAB, layers=3, dtype=torch.float32, max_position_embeddings=128).train()
+    labels = BATCH.tokens_BT.masked_fill(~BATCH.loss_mask_BT, -100)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
-        model(input_ids=batch.tokens_BT, labels=labels).loss.backward()
+        model(input_ids=BATCH.tokens_BT, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     target = Target(model)
-    for tokens_T, length in zip(batch.tokens_BT, PROMPTS):
+    for tokens_T, length in zip(BATCH.tokens_BT, PROMPTS):
         settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}
         written = written_alone(model, tokens_T[:length], **settings)
         assert written == tokens_T[length : length + ANSWER].tolist()
     return target
 
 
-def overfitted(name: str, options: dict[str, Any], target: Target, batch: Batch) -> DraftHead:
+def overfitted(name: str, target: Target) -> DraftHead:
     """Trained on the conversations with its own default objective, until every draft is right or
     for 200 steps."""
     torch.manual_seed(0)
-    head = build_head(name, options, target.info).train()
-    head.initialize(
-        target.modules, torch.bincount(batch.tokens_BT[batch.loss_mask_BT], minlength=VOCAB)
-    )
-    features = online_features(target, head, batch)
+    head = build_head(name, OPTIONS[name], target.info).train()
+    answers = BATCH.tokens_BT[BATCH.loss_mask_BT]
+    head.initialize(target.modules, torch.bincount(answers, minlength=VOCAB))
+    features = online_features(target, head, BATCH)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=200)
     for _ in range(200):
         output = head(features)
         if torch.equal(output.hits_KI[:, 0], output.counts_K):
             break
-        (output.loss / batch.loss_mask_BT.sum()).backward()
+        (output.loss / len(answers)).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -113,19 +95,16 @@ def overfitted(name: str, options: dict[str, Any], target: Target, batch: Batch)
 
 
 @pytest.mark.parametrize("name", sorted(HEADS))
-def test_what_a_head_knows_by_heart_is_accepted_in_whole_rounds(
-    name: str, taught: Target, batch: Batch
-) -> None:
-    head = overfitted(name, OPTIONS[name], taught, batch)
-    prompts = [tokens_T[:length] for tokens_T, length in zip(batch.tokens_BT, PROMPTS)]
-    for tree in (f"chain:{DEPTH}", f"dynamic:10:{DEPTH}:3"):
-        lm = SpeculativeLM.from_pretrained(taught, head=head, tree=tree, adaptive=False)
+def test_what_a_head_knows_by_heart_is_accepted_in_whole_rounds(name: str, knowing: Target) -> None:
+    head = overfitted(name, knowing)
+    prompts = [tokens_T[:length] for tokens_T, length in zip(BATCH.tokens_BT, PROMPTS)]
+    for tree in (f"dynamic:10:{DEPTH}:3", f"chain:{DEPTH}"):
+        lm = SpeculativeLM.from_pretrained(knowing, head=head, tree=tree, adaptive=False)
         output = check_identity(lm, prompts, max_new_tokens=ANSWER)
         assert output.stats.acceptance_length >= 0.9 * (DEPTH + 1), tree
 
     # A row that is known ends rounds before one that is not, with as many tokens as it may ever
     # hold; the other continues, and is still drafted for.
-    lm = SpeculativeLM.from_pretrained(taught, head=head, tree=f"chain:{DEPTH}", adaptive=False)
     for new_tokens in range(ANSWER - DEPTH, ANSWER):
         rows = [prompts[1], torch.tensor([7, 7, 2])]
         output = check_identity(lm, rows, max_new_tokens=new_tokens)

@@ -27,11 +27,8 @@ from headstart.heads.checkpoints.reading import TargetParts
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 
-PEERS = (
-    Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers"))
-    / "bin"
-    / "python"
-)
+ROOT = Path(__file__).parents[2]
+PEERS = Path(os.environ.get("HEADSTART_PEERS", ROOT / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
 INFO = replace(
     helpers.INFO,
@@ -50,6 +47,15 @@ def peer(what: str, folder: Path, out: Path) -> dict[str, Tensor]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Tensor] = torch.load(out, weights_only=True)
     return found
+
+
+def saved_target(folder: Path) -> LlamaForCausalLM:
+    """A random target, where speculators looks for embedding, LM head and norm."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
+    target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
+    target.save_pretrained(folder)
+    return target
 
 
 def drafts(
@@ -85,11 +91,7 @@ def drafts(
 def test_speculators_drafts_with_our_export_as_we_do(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
-    target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
-    # where speculators looks for embedding, LM head and norm
-    target.save_pretrained(tmp_path / "target")
+    target = saved_target(tmp_path / "target")
     embedding_VD = target.get_input_embeddings().weight.detach()
     head = build_head("eagle3", options, replace(INFO, name=str(tmp_path / "target")))
     for parameter in head.parameters():
@@ -128,10 +130,7 @@ def test_speculators_drafts_with_our_export_as_we_do(
 def test_speculators_drafts_and_trains_blocks_as_we_do(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
-    target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
-    target.save_pretrained(tmp_path / "target")
+    target = saved_target(tmp_path / "target")
     loss = {"kl": 1.0}
     if name == "dspark" and options.get("confidence", True):
         loss["confidence"] = 1.0

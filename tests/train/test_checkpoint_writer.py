@@ -47,7 +47,7 @@ def in_foreground(run_options, tmp_path_factory):
     return train(changed(run_options(tmp_path_factory.mktemp("plain"), STEPS), loop=loop))
 
 
-def contents_of(folder):
+def tensors_and_files(folder):
     """All tensors of a checkpoint by a name, and its other files by theirs, as text."""
     found = {}
     for path in sorted(folder.iterdir()):
@@ -136,7 +136,7 @@ def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(
     assert [step for step, _ in steps.saved] == [EVERY, 2 * EVERY, 3 * EVERY, STEPS]
     for name in checkpoints_of(in_foreground):
         ours, theirs = (
-            contents_of(Path(folder) / "checkpoints" / name)
+            tensors_and_files(Path(folder) / "checkpoints" / name)
             for folder in (saved_often.output, in_foreground)
         )
         assert shown_whole(ours) == shown_whole(theirs)

@@ -60,7 +60,7 @@ ROUNDED = 0.03
 
 
 @pytest.fixture(scope="module")
-def parallel(run_options, tmp_path_factory):
+def parallel_options(run_options, tmp_path_factory):
     """A head that reads its own weights outside of its modules and feeds on its own outputs; rows
     of any length.
 
@@ -75,15 +75,15 @@ def parallel(run_options, tmp_path_factory):
 
 
 @pytest.fixture
-def parallel_run(parallel, tmp_path):
+def parallel_run(parallel_options, tmp_path):
     """The same in a folder of a test's own."""
-    return changed(parallel, output=str(tmp_path / "run"))
+    return changed(parallel_options, output=str(tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
-def alone(parallel):
+def alone(parallel_options):
     """The run of one process."""
-    return train(parallel)
+    return train(parallel_options)
 
 
 def in_bfloat16(config):
@@ -101,9 +101,9 @@ def with_adapter(config):
 
 
 @pytest.fixture(scope="module")
-def alone_in_bfloat16(parallel, tmp_path_factory):
+def alone_in_bfloat16(parallel_options, tmp_path_factory):
     """The runs of one process in bfloat16, by what they train."""
-    kinds = {"head": in_bfloat16(parallel), "adapter": with_adapter(parallel)}
+    kinds = {"head": in_bfloat16(parallel_options), "adapter": with_adapter(parallel_options)}
     folder = tmp_path_factory.mktemp("bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "formats", lambda config, _: (config.dtype, "bfloat16"))
@@ -203,16 +203,16 @@ LAUNCHES = [
 
 
 @pytest.fixture(scope="module")
-def launches(request, parallel, tmp_path_factory):
+def launches(request, parallel_options, tmp_path_factory):
     """What the runs of a launch left, by name: `launches("ddp", 2)`; it happens once."""
     done: dict[tuple[str, int], dict[str, Launched]] = {}
 
     def runs_of(word, processes):
         if (word, processes) not in done:
             folder = tmp_path_factory.mktemp(f"{word}-{processes}")
-            jobs = jobs_of(parallel, word, processes)
+            jobs = jobs_of(parallel_options, word, processes)
             if (word, processes) == ("ddp", 2):
-                jobs |= cut_jobs(parallel, request.getfixturevalue("thirteen"), folder)
+                jobs |= cut_jobs(parallel_options, request.getfixturevalue("thirteen"), folder)
                 without_some(request.getfixturevalue("whole") / "features", folder / "half-filled")
             done[word, processes] = launch_jobs(folder, word, processes, jobs)
         return done[word, processes]
@@ -220,12 +220,12 @@ def launches(request, parallel, tmp_path_factory):
     return runs_of
 
 
-def jobs_of(parallel, word, processes):
+def jobs_of(parallel_options, word, processes):
     """In float32 and in bfloat16; with two processes also with an adapter, and saved in different
     ways."""
 
-    saving = changed(parallel, loop={"save_every": 10, "keep": 5})
-    config = changed(parallel, loop={"micro_batch": 2})
+    saving = changed(parallel_options, loop={"save_every": 10, "keep": 5})
+    config = changed(parallel_options, loop={"micro_batch": 2})
     jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
     if processes == 2 and word != "fsdp2":
         jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
@@ -376,10 +376,12 @@ def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_s
 
 @pytest.mark.parametrize("by", [OURS, ACCELERATE])
 def test_where_a_process_dies_the_others_say_that_the_same_command_resumes_and_it_does(
-    alone, parallel, tmp_path, wait_for, steps_logged, by
+    alone, parallel_options, tmp_path, wait_for, steps_logged, by
 ):
     for attempt in range(3):
-        config = changed(parallel, output=str(tmp_path / f"dies-{attempt}"), loop={"save_every": 2})
+        config = changed(
+            parallel_options, output=str(tmp_path / f"dies-{attempt}"), loop={"save_every": 2}
+        )
         process = launch_run(config, by=by)
         wait_for(process, lambda run=config.output: steps_logged(run) >= 5, "step 5")
         os.kill(workers(process)[1], signal.SIGKILL)
@@ -524,18 +526,18 @@ def test_processes_that_read_different_data_are_refused():
 
 
 @pytest.fixture(scope="module")
-def thirteen(parallel, tmp_path_factory):
+def thirteen(parallel_options, tmp_path_factory):
     """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves
     forwards empty."""
     folder = tmp_path_factory.mktemp("thirteen")
-    conversations = [row["messages"] for row in rows_of(parallel.data.sources[0])[:5]]
+    conversations = [row["messages"] for row in rows_of(parallel_options.data.sources[0])[:5]]
     user, says = conversations[0]
     for i in range(7):
         conversations.append([{**user, "content": user["content"] + " please" * i}, says])
     conversations.append(conversations[3])
     rows = [{"messages": messages} for messages in conversations]
     return changed(
-        parallel,
+        parallel_options,
         output=str(folder / "whole"),
         data={"sources": [write_rows(folder / "data.jsonl", rows)], "held_out": 0.01},
         loop={"batch_size": 8, "micro_batch": 2},
@@ -570,26 +572,26 @@ def without_some(folder, to):
     half.flush()
 
 
-def cut_jobs(parallel, thirteen, folder):
+def cut_jobs(parallel_options, thirteen, folder):
     """With a target cut over two processes, or with something that happens to one of them."""
 
     def cut(config, mode, cache=None):
         return changed(config, target_placement="shard", features={"mode": mode, "folder": cache})
 
-    judged_often = changed(parallel, loop={"eval_every": 5, "save_every": 0})
-    fastest = changed(parallel, dtype="fastest", loop={"precision": "auto", "max_steps": 2})
+    judged_often = changed(parallel_options, loop={"eval_every": 5, "save_every": 0})
+    fastest = changed(parallel_options, dtype="fastest", loop={"precision": "auto", "max_steps": 2})
     more = {"batch_tokens": BATCH_TOKENS}
     jobs = {
-        "cut": (cut(parallel, "online"), {}),
+        "cut": (cut(parallel_options, "online"), {}),
         "cut, cached": (cut(thirteen, "cached"), more),
         "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
         "cut, auto": (cut(thirteen, "auto"), more),
-        "cut, packed": (cut(with_packed_rows(parallel), "online"), {}),
-        "cut, other drafts": (cut(parallel, "online"), {"other_drafts": ["1"]}),
+        "cut, packed": (cut(with_packed_rows(parallel_options), "online"), {}),
+        "cut, other drafts": (cut(parallel_options, "online"), {"other_drafts": ["1"]}),
         "cut, stopped": (cut(judged_often, "online"), {"stopped_in_answers": {"1": 2}}),
         "stopped": (judged_often, {"stopped_in_answers": {"1": 2}}),
         "other numbers": (changed(judged_often, loop={"patience": 1}), {"other_numbers": ["1"]}),
-        "failing callback": (parallel, {"failing_callback": 4}),
+        "failing callback": (parallel_options, {"failing_callback": 4}),
         "fastest": (fastest, {"precision": "measured"}),
     }
     return {
@@ -723,11 +725,14 @@ print("cut", all(type(weight).__name__ == "DTensor" for weight in weights))
 """
 
 
-def test_a_block_is_gathered_while_the_one_before_it_runs(parallel):
+def test_a_block_is_gathered_while_the_one_before_it_runs(parallel_options):
     """Of blocks that were each a root of their own, every one would wait for all that was launched
     before."""
     done = subprocess.run(
-        [sys.executable, "-c", CUT, parallel.target], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", CUT, parallel_options.target],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
@@ -738,10 +743,10 @@ def test_a_block_is_gathered_while_the_one_before_it_runs(parallel):
 
 @pytest.mark.parametrize("placement", ["whole", "spread"])
 def test_the_targets_attention_and_packing_are_transformers_own_options(
-    parallel, placement, monkeypatch
+    parallel_options, placement, monkeypatch
 ):
-    config = changed(parallel, target_placement=placement, target_attention="eager")
-    for each, word in ((config, "eager"), (parallel, "sdpa")):
+    config = changed(parallel_options, target_placement=placement, target_attention="eager")
+    for each, word in ((config, "eager"), (parallel_options, "sdpa")):
         assert load_target(each, Accelerator()).model.config._attn_implementation == word
     given = []
     monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))

@@ -66,7 +66,7 @@ def half_run(resumable, tmp_path_factory, stopped_at):
 
 
 @pytest.fixture
-def begun(half_run, resumable, tmp_path):
+def stopped_run(half_run, resumable, tmp_path):
     """The options of a copy of that run."""
     return resumable(shutil.copytree(half_run, tmp_path / "run"))
 
@@ -100,8 +100,8 @@ FREE = [
 
 
 @pytest.mark.parametrize("change", FREE, ids=str)
-def test_options_that_change_no_weights_may_change(begun, whole_run, change, capsys):
-    config = changed(begun, **change)
+def test_options_that_change_no_weights_may_change(stopped_run, whole_run, change, capsys):
+    config = changed(stopped_run, **change)
     train(config)
     rounding = 0.0 if "eval" in change else 1e-3 if "features" in change else 2e-6
     assert_same_weights(config.output, whole_run, rounding)
@@ -115,32 +115,34 @@ def test_options_that_change_no_weights_may_change(begun, whole_run, change, cap
 
 
 @pytest.mark.parametrize("moved", ["data", "target"])
-def test_data_and_target_may_be_found_at_another_path(begun, whole_run, tmp_path, moved):
+def test_data_and_target_may_be_found_at_another_path(stopped_run, whole_run, tmp_path, moved):
     if moved == "data":
-        path = shutil.copy(begun.data.sources[0], tmp_path / "elsewhere.jsonl")
-        config = changed(begun, data={"sources": [str(path)]})
+        path = shutil.copy(stopped_run.data.sources[0], tmp_path / "elsewhere.jsonl")
+        config = changed(stopped_run, data={"sources": [str(path)]})
     else:
-        config = changed(begun, target=str(shutil.copytree(begun.target, tmp_path / "elsewhere")))
+        config = changed(
+            stopped_run, target=str(shutil.copytree(stopped_run.target, tmp_path / "elsewhere"))
+        )
     train(config)
     assert_same_weights(config.output, whole_run)
 
 
-def test_other_data_at_any_path_are_refused(begun, tmp_path):
-    path = write_rows(tmp_path / "less.jsonl", rows_of(begun.data.sources[0])[:20])
-    before = saved_options(begun.output)
+def test_other_data_at_any_path_are_refused(stopped_run, tmp_path):
+    path = write_rows(tmp_path / "less.jsonl", rows_of(stopped_run.data.sources[0])[:20])
+    before = saved_options(stopped_run.output)
     with refused("digest", "data.sources", path):
-        train(changed(begun, data={"sources": [path]}))
-    assert saved_options(begun.output) == before
+        train(changed(stopped_run, data={"sources": [path]}))
+    assert saved_options(stopped_run.output) == before
 
 
-def test_another_target_is_refused(begun, tmp_path):
-    folder = shutil.copytree(begun.target, tmp_path / "other")
+def test_another_target_is_refused(stopped_run, tmp_path):
+    folder = shutil.copytree(stopped_run.target, tmp_path / "other")
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     name = next(name for name in tensors if "down_proj" in name)
     save_file({**tensors, name: tensors[name] * 1.01}, file, {"format": "pt"})
     with refused("weights digest", str(folder)):
-        train(changed(begun, target=str(folder)))
+        train(changed(stopped_run, target=str(folder)))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -168,7 +170,7 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
     assert not same_tensors(last_weights(config.output), last_weights(before))
 
 
-def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(begun, monkeypatch):
+def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(stopped_run, monkeypatch):
     forward = MedusaHead.forward
 
     def poisoned(self, *given, **more):
@@ -178,18 +180,18 @@ def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(begun, monke
     with monkeypatch.context() as patch:
         patch.setattr(MedusaHead, "forward", poisoned)
         with refused("nan") as caught:
-            train(begun)
+            train(stopped_run)
     # where to write it, and the option that says it again
     advice = re.search(r"(\S+)/config.yaml .* --optim.lr (\S+)", str(caught.value))
     folder, lower = advice.groups()
-    assert folder == begun.output
+    assert folder == stopped_run.output
     options = saved_options(folder)
     options["optim"]["lr"] = float(lower)
     save_options(folder, options)
-    path = write_config(begun, Path(folder).with_suffix(".yaml"))
+    path = write_config(stopped_run, Path(folder).with_suffix(".yaml"))
     train(options_of(TrainConfig, "train", "", ["--config", path, "--optim.lr", lower]))
     assert log_of(folder)[-1]["step"] == STEPS
-    assert saved_options(folder)["optim"]["lr"] == begun.optim.lr / 2
+    assert saved_options(folder)["optim"]["lr"] == stopped_run.optim.lr / 2
 
 
 # Saving.
@@ -296,11 +298,11 @@ def test_a_checkpoint_that_is_broken_gives_way_to_the_one_before(
     assert (checkpoints / f"{newest.name}.broken").is_dir()
 
 
-def test_the_only_checkpoint_that_is_broken_is_told_in_one_line(begun):
-    (checkpoint,) = (Path(begun.output) / "checkpoints").glob("step-*")
+def test_the_only_checkpoint_that_is_broken_is_told_in_one_line(stopped_run):
+    (checkpoint,) = (Path(stopped_run.output) / "checkpoints").glob("step-*")
     os.truncate(checkpoint / "optimizer.bin", 100)
     with refused(f"{checkpoint} remove") as caught:
-        train(begun)
+        train(stopped_run)
     assert "\n" not in str(caught.value) and checkpoint.is_dir()
 
 

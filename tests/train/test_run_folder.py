@@ -35,7 +35,7 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def begun(run):
+def begun_run(run):
     """A run that has claimed its folder and made a step."""
     run.claim(config_for(run))
     begin(run)
@@ -70,15 +70,15 @@ def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(run):
     run.claim(slow)
 
 
-def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(begun):
-    of_before = saved_options(begun.folder)
+def test_a_run_of_an_earlier_version_resumes_unless_it_used_an_option_that_is_gone(begun_run):
+    of_before = saved_options(begun_run.folder)
     of_before["optim"]["ema"] = 0.0
-    save_options(begun.folder, of_before)
-    begun.claim(config_for(begun))
+    save_options(begun_run.folder, of_before)
+    begun_run.claim(config_for(begun_run))
     of_before["optim"]["ema"] = 0.9
-    save_options(begun.folder, of_before)
+    save_options(begun_run.folder, of_before)
     with refused("config.yaml optim.ema output"):
-        begun.claim(config_for(begun))
+        begun_run.claim(config_for(begun_run))
 
 
 def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):
@@ -125,12 +125,12 @@ def test_a_broken_file_of_a_run_that_resumes_is_named(run, name, text):
 
 
 @pytest.mark.parametrize("value", [0, "x", "\x1b[2J" * 999])
-def test_a_format_that_a_run_cannot_have_begun_with_is_named(begun, value):
-    options = saved_options(begun.folder)
+def test_a_format_that_a_run_cannot_have_begun_with_is_named(begun_run, value):
+    options = saved_options(begun_run.folder)
     options["loop"]["precision"] = value
-    save_options(begun.folder, options)
-    with refused(f"{begun.folder / 'config.yaml'} loop.precision") as caught:
-        as_begun(config_for(begun))
+    save_options(begun_run.folder, options)
+    with refused(f"{begun_run.folder / 'config.yaml'} loop.precision") as caught:
+        as_begun(config_for(begun_run))
     assert str(caught.value).isprintable()
 
 

@@ -283,13 +283,13 @@ def test_malformed_answers_give_one_line(config, server, told):
 )
 def test_log_probabilities_that_are_no_numbers_are_left_out(log_probs):
     logprobs = {"token_logprobs": log_probs, "top_logprobs": [{"a": -1.0}] * len(log_probs)}
-    assert engines._log_probs(logprobs) == (None, None, None)
+    assert engines.log_probs_of(logprobs) == (None, None, None)
 
 
 @pytest.mark.parametrize("best", [3, "x", True, {"a": 1}, [3], [[3]], None])
 def test_best_log_probabilities_of_another_form_are_left_out(best):
     logprobs = {"token_logprobs": [-1.0], "top_logprobs": best}
-    assert engines._log_probs(logprobs) == (None, [-1.0], None)
+    assert engines.log_probs_of(logprobs) == (None, [-1.0], None)
 
 
 def test_what_a_server_says_of_itself_controls_no_terminal_and_no_page(config, server, tmp_path):

@@ -391,7 +391,7 @@ def test_a_target_with_its_blocks_is_measured_and_another_shape_by_its_weights(
     taught, tmp_path, nothing_measured, monkeypatch
 ):
     monkeypatch.setattr(
-        costs_module, "_measured", lambda target, head: RoundCosts(dict.fromkeys(SIZES, 1.0), 0.5)
+        costs_module, "time_rounds", lambda target, head: RoundCosts(dict.fromkeys(SIZES, 1.0), 0.5)
     )
     target = Target.from_pretrained(str(taught), torch.float32)
     old = a_head(target, "medusa")

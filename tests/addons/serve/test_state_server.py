@@ -280,7 +280,7 @@ def test_a_hostile_server_is_refused_in_one_line_and_nothing_of_others_is_remove
 
 @pytest.mark.parametrize("models", [{}, {"data": None}, {"data": [1]}, {"data": [{"id": 5}]}, []])
 def test_a_list_of_models_that_is_none_is_refused(served, outer, examples, monkeypatch, models):
-    monkeypatch.setattr(OpenAIClient, "_once", lambda *_: json.dumps(models))
+    monkeypatch.setattr(OpenAIClient, "ask_once", lambda *_: json.dumps(models))
     with refused("features.server"):
         connect(served, outer, examples)
 

@@ -70,7 +70,7 @@ def run_over(short, tmp_path):
     return of
 
 
-def cache_of(path: str) -> TokenCache:
+def cache_beside(path: str) -> TokenCache:
     """The cache of a source, beside it."""
     tokenizer = build_tokenizer()
     how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), 100, None, vocab_size=258)
@@ -85,14 +85,14 @@ def test_a_row_that_cannot_be_used_costs_that_row(tmp_path, row, words, first):
     if first and row in [BROKEN[what][0] for what in ("other turns", "other columns", "too deep")]:
         rows = [GOOD, row, GOOD, GOOD]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    cache = cache_of(path)
+    cache = cache_beside(path)
     (unused,) = cache.unused
     assert (unused.why, unused.source) == ("rejected", path)
     assert unused.where == f"{path}, line {rows.index(row) + 1}"
     assert not lacking(unused.reason, words) and len(unused.reason) < 1000
     assert sorted(cache.conversations_N.tolist()) == [i for i in range(4) if i != rows.index(row)]
     # What a cache remembers is what was found.
-    assert cache_of(path).unused == cache.unused
+    assert cache_beside(path).unused == cache.unused
 
 
 @pytest.mark.parametrize("num_proc", [None, 3])
@@ -199,7 +199,7 @@ def test_several_rows_of_tokens_are_one_conversation(tmp_path, run_over):
             rows.append({**tokens, "sequence": sequence, "sequences": 3})
     # a column of something else
     rows.append({"input_ids": [99, 0, 7], "loss_mask": [0, 0, 1], "sequence": "1"})
-    cache = cache_of(write_rows(tmp_path / "rows.jsonl", rows))
+    cache = cache_beside(write_rows(tmp_path / "rows.jsonl", rows))
     assert cache.conversations_N.tolist() == [3 * (i // 3) for i in range(60)] + [60]
     training, held_out = split_cache(cache, run_over(rows, held_out=0.3))
     both = {each.tokens[0] for each in training} & {each.tokens[0] for each in held_out}
@@ -220,7 +220,7 @@ def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_pat
     other = "0123456789abcdef"
     tokens = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
     named = [{**tokens, "tokenizer": name} for name in (own, other, None, "a name")]
-    cache = cache_of(write_rows(tmp_path / "rows.jsonl", [*named, tokens, GOOD]))
+    cache = cache_beside(write_rows(tmp_path / "rows.jsonl", [*named, tokens, GOOD]))
     (row,) = cache.unused
     assert row.row == 1 and not lacking(row.reason, f"{other} {own}")
     with refused(f"1 6 {other}"):

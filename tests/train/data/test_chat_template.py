@@ -44,7 +44,7 @@ def conversation(turns, **rest):
     return {"messages": [{"role": role, "content": text} for role, text in turns], **rest}
 
 
-def examples_of(turns, tokenizer, max_length=10_000, **rest):
+def sequences_of(turns, tokenizer, max_length=10_000, **rest):
     row = conversation(turns, **rest)
     return encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), max_length)
 
@@ -62,7 +62,7 @@ def answers_in(example, tokenizer):
 @pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_the_loss_mask_covers_exactly_what_the_assistant_writes(turns):
     tokenizer = tokenizer_with(CHATML)
-    (example,) = examples_of(turns, tokenizer)
+    (example,) = sequences_of(turns, tokenizer)
     expected = [text + "<|im_end|>" for role, text in turns if role == "assistant"]
     assert answers_in(example, tokenizer) == expected
     messages = conversation(turns)["messages"]
@@ -77,7 +77,7 @@ def test_a_generation_prompt_that_ends_in_a_space_is_no_answer_even_if_offsets_l
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     tokenizer = tokenizer_with(template, "</s>")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    (example,) = examples_of([("user", "hi"), ("assistant", "7")], tokenizer)
+    (example,) = sequences_of([("user", "hi"), ("assistant", "7")], tokenizer)
     assert answers_in(example, tokenizer) == ["7</s>"]
 
 
@@ -86,19 +86,19 @@ FOUR_TURNS = [("user", "one"), ("assistant", "a whole"), ("user", "two"), ("assi
 
 def test_the_end_token_of_a_cut_off_answer_is_not_the_assistants():
     tokenizer = tokenizer_with(CHATML)
-    (example,) = examples_of(FOUR_TURNS, tokenizer, finished=False)
+    (example,) = sequences_of(FOUR_TURNS, tokenizer, finished=False)
     assert answers_in(example, tokenizer) == ["a whole<|im_end|>", "cut o"]
 
 
 def test_max_length_cuts_and_a_sequence_without_an_answer_is_left_out():
     tokenizer = tokenizer_with(CHATML)
-    (whole,) = examples_of(FOUR_TURNS, tokenizer)
+    (whole,) = sequences_of(FOUR_TURNS, tokenizer)
     prompt = whole.loss_mask.index(True)
-    (cut,) = examples_of(FOUR_TURNS, tokenizer, max_length=prompt + 2)
+    (cut,) = sequences_of(FOUR_TURNS, tokenizer, max_length=prompt + 2)
     assert cut.tokens == whole.tokens[: prompt + 2]
     assert cut.loss_mask == whole.loss_mask[: prompt + 2]
-    assert examples_of(FOUR_TURNS, tokenizer, max_length=prompt) == []
-    assert examples_of([("user", "alone")], tokenizer) == []
+    assert sequences_of(FOUR_TURNS, tokenizer, max_length=prompt) == []
+    assert sequences_of([("user", "alone")], tokenizer) == []
 
 
 def test_what_the_template_puts_before_a_marked_answer_is_not_the_assistants():
@@ -108,7 +108,7 @@ def test_what_the_template_puts_before_a_marked_answer_is_not_the_assistants():
     template += "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     tokenizer = tokenizer_with(template, "</s>")
-    (example,) = examples_of([("user", "hi"), ("assistant", "yo")], tokenizer)
+    (example,) = sequences_of([("user", "hi"), ("assistant", "yo")], tokenizer)
     assert tokenizer.decode(example.tokens) == "<user>hi<assistant>Reply: yo</s>"
     assert answers_in(example, tokenizer) == ["yo</s>"]
 
@@ -118,7 +118,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_
     template += "{{ m['content'] }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     with refused(r"generation prompt \nassistant: \nbot: yo"):
-        examples_of([("user", "hi"), ("assistant", "yo")], tokenizer_with(template))
+        sequences_of([("user", "hi"), ("assistant", "yo")], tokenizer_with(template))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_
 )
 def test_a_conversation_that_the_template_refuses_is_a_users_error(template, turns):
     with refused("template"):
-        examples_of(turns, tokenizer_with(template))
+        sequences_of(turns, tokenizer_with(template))
 
 
 @pytest.mark.parametrize("template", ["{{ m['content'] }}", "{{ m['content'] | trim }}"])

@@ -56,7 +56,7 @@ def bytes_made(config, **changes):
     return make_conversations(changed(config, **changes)).read_bytes()
 
 
-def undisturbed(config, **changes):
+def bytes_undisturbed(config, **changes):
     """The bytes that a run with nothing in its way writes, to another file."""
     return bytes_made(config, output=f"{config.output}-whole", **changes)
 
@@ -161,7 +161,7 @@ def test_observers_watch_the_generations(self_made):
 
 def test_a_seed_decides_the_file_and_no_batch_of_it_is_one_of_another(self_made):
     first = bytes_made(self_made, seed=1)
-    assert undisturbed(self_made, seed=1) == first
+    assert bytes_undisturbed(self_made, seed=1) == first
     rows = [
         rows_made(
             self_made, output=f"{self_made.output}{seed}", seed=seed, conversations=2, batch_size=1
@@ -243,7 +243,7 @@ def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(
         answers(repeats_and_drops)
         config = changed(config, conversations=16)
     killed_at(config, state_write, after)
-    assert bytes_made(config) == undisturbed(config)
+    assert bytes_made(config) == bytes_undisturbed(config)
 
 
 def test_answers_that_were_cut_off_are_dropped_where_wished_and_counted(mixed, tmp_path, capsys):
@@ -343,7 +343,7 @@ def test_a_tokenizer_without_a_padding_token_will_do(self_made, talker, tmp_path
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     assert load_tokenizer(folder).pad_token is None
-    assert undisturbed(self_made, target=str(folder)) == bytes_made(self_made)
+    assert bytes_undisturbed(self_made, target=str(folder)) == bytes_made(self_made)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(begun):
     as_begun_by(begun, lambda state: state["options"].pop("template_kwargs"))
     with refused("template_kwargs None {'effort': 'high'}"):
         rows_made(begun, template_kwargs={"effort": "high"})
-    assert bytes_made(begun) == undisturbed(begun)
+    assert bytes_made(begun) == bytes_undisturbed(begun)
 
 
 @pytest.mark.parametrize(
