@@ -11,7 +11,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DEVICE, VOCAB, head_for, padded_batch, written_alone
+from helpers import DEVICE, VOCAB, continued, head_for, written_alone
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -74,29 +74,13 @@ def test_text_is_that_of_generate(device, family, dtype):
         device, dtype
     )
     prompts = [torch.arange(3, 3 + length) * 7 % VOCAB for length in (5, 31, 18)]
-    settings = {"max_new_tokens": 40, "do_sample": False}
-    expected = [written_alone(model, prompt.to(device), **settings) for prompt in prompts]
+    expected = [written_alone(model, prompt.to(device), max_new_tokens=40) for prompt in prompts]
     for tree in TREES:
         lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, adaptive=False)
         assert target.engine.decoder is not None
-        alone = [written_after(lm, [prompt], 40, device)[0] for prompt in prompts]
+        alone = [continued(lm, [prompt], max_new_tokens=40)[0][0] for prompt in prompts]
         assert alone == expected
-        assert written_after(lm, prompts, 40, device) == expected
-
-
-def written_after(
-    lm: SpeculativeLM, prompts: list[torch.Tensor], tokens: int, device
-) -> list[list[int]]:
-    """New tokens of each row of a left-padded batch."""
-    padded, mask = padded_batch(prompts)
-    output = lm.generate(
-        padded.to(device),
-        attention_mask=mask.to(device),
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return output.sequences[:, padded.shape[1] :].tolist()
+        assert continued(lm, prompts, max_new_tokens=40)[0] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,7 +137,8 @@ def test_prompts_are_read_by_the_fused_decoder(device, monkeypatch):
     target = Target(following_model("llama", DTYPES[0]).to(device))
     lm = SpeculativeLM(target)
     lm.compile(True)
-    expected = written_after(lm, [torch.arange(30), torch.arange(7)], 8, device)
+    prompts = [torch.arange(30), torch.arange(7)]
+    expected, _ = continued(lm, prompts)
     sizes = []
     decode = FusedDecoder.__call__
 
@@ -165,5 +150,5 @@ def test_prompts_are_read_by_the_fused_decoder(device, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     target.compile(False)
     target.compile(True)
-    assert written_after(lm, [torch.arange(30), torch.arange(7)], 8, device) == expected
+    assert continued(lm, prompts)[0] == expected
     assert 14 in sizes  # the second chunk of 30 tokens

@@ -54,7 +54,7 @@ def test_an_adapter_may_be_switched_at_any_time(adapted, compile):
 
 
 ROWS = torch.tensor([[3, 1, 2, 3, 1], [5, 2, 5, 2, 5]])
-ROWS_GIVEN = {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS), **SETTINGS}
+ROWS_GIVEN = {"input_ids": ROWS, **SETTINGS}
 LORA = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "v_proj"]}
 REFUSED = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),

@@ -12,7 +12,7 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
-from helpers import check_identity, head_for, limited
+from helpers import check_identity, continued, head_for, limited
 from messages import warned
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM
@@ -88,17 +88,16 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
     part = [3, 6, 4, 1, 5]
     prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if target.engine.one_row else 2]
 
-    def seeded(lm):
-        settings = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
-        random = torch.Generator().manual_seed(1)
-        return lm.generate(prompts[0][None], generator=random, **settings).sequences
+    def sampled_text(lm):
+        draws = torch.Generator().manual_seed(1)
+        return continued(lm, prompts[:1], generator=draws, max_new_tokens=30, do_sample=True)[0]
 
-    plain = seeded(SpeculativeLM(target))
+    expected = sampled_text(SpeculativeLM(target))
     if limit == "memory":
         limited(monkeypatch, lm, NODES)
     for _ in range(2):  # the second time with what the first has left behind
         check_identity(lm, prompts, max_new_tokens=30, no_repeat_ngram_size=4)
-    assert torch.equal(seeded(lm), plain)
+    assert sampled_text(lm) == expected
     if limit == "chains" and drafter != "mine":
         assert checking.cut == 0
     elif drafter not in ("prompt-lookup", "head and history"):  # a history drafts where it matches
@@ -133,12 +132,10 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     limited(monkeypatch, lm, 1)
     features = Features()
     lm.observers.append(features)
-    prompts = torch.tensor([[3, 6, 4, 1, 5], [1, 2, 3, 4, 5]])
-    stats = lm.generate(prompts, max_new_tokens=9, do_sample=False, max_batch_size=1).stats
-    assert (
-        features.widths == {target.info.hidden_size}
-        and stats.rows[0][-1].fallback == "out_of_memory"
-    )
+    prompts = [torch.tensor([3, 6, 4, 1, 5]), torch.tensor([1, 2, 3, 4, 5])]
+    _, output = continued(lm, prompts, max_new_tokens=9, max_batch_size=1)
+    assert features.widths == {target.info.hidden_size}
+    assert output.stats.rows[0][-1].fallback == "out_of_memory"
 
 
 def tree_with(parents):

@@ -33,7 +33,7 @@ TURNS = [
 ]
 
 
-def decoder(target, kind, tree="dynamic:9:3:3", **options):
+def decoder_of(target, kind, tree="dynamic:9:3:3", **options):
     """With a head whose drafts are now right, now wrong."""
     options = {"adaptive": False} | options
     if kind in HEADS:
@@ -69,7 +69,7 @@ def turn(lm, text, past=None, **settings):
 
 @pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "a model", None])
 def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind):
-    lm, fresh, past = decoder(target, kind), decoder(target, kind), Conversation()
+    lm, fresh, past = decoder_of(target, kind), decoder_of(target, kind), Conversation()
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     asked, text, best = prompts(TURNS), None, 0.0
     before: list[int] = []
@@ -93,8 +93,8 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind):
 def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
     """Drafts are asked for in the third turn first, whose state is that of a head that has read all
     at once."""
-    lm = SpeculativeLM(target, decoder(target, kind, "chain:3", adaptive=True).drafter.other)
-    eager = decoder(target, kind, "chain:3")
+    lm = SpeculativeLM(target, decoder_of(target, kind, "chain:3", adaptive=True).drafter.other)
+    eager = decoder_of(target, kind, "chain:3")
     past = Conversation()
     choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
     monkeypatch.setattr(adaptive, "choose", lambda record: Choice(next(choices)))
@@ -108,19 +108,19 @@ def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
 
 
 def test_other_weights_or_another_decoder_read_the_text_again(target):
-    lm, past = decoder(target, "eagle3"), Conversation()
+    lm, past = decoder_of(target, "eagle3"), Conversation()
     text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
     with torch.no_grad():
         target.model.get_parameter("lm_head.weight")[5] += 1
         target.model.get_parameter("model.layers.0.self_attn.v_proj.weight").mul_(1.5)
     second = turn(lm, [*text, 5], past)
     assert torch.equal(second.sequences, turn(lm, [*text, 5]).sequences)
-    other, text = decoder(target, "medusa"), second.sequences[0].tolist()
+    other, text = decoder_of(target, "medusa"), second.sequences[0].tolist()
     assert torch.equal(turn(other, [*text, 2], past).sequences, turn(other, [*text, 2]).sequences)
 
 
 def test_a_call_that_failed_leaves_nothing_behind(target):
-    lm, past = decoder(target, "eagle3"), Conversation()
+    lm, past = decoder_of(target, "eagle3"), Conversation()
     text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
     lm.observers.append(EachRound(lambda out: 1 / 0 if out.tokens > 4 else None))
     with pytest.raises(ZeroDivisionError):
@@ -169,7 +169,7 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     alone."""
     beginning = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [[*beginning, *more] for more in ([1], [2, 3, 4], [1], [2, 3, 4], [5, 6])]
-    lm, alone = decoder(target, kind), decoder(target, kind)
+    lm, alone = decoder_of(target, kind), decoder_of(target, kind)
     expected = [accepted_and_returned(turn(alone, row))[0] for row in rows]
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     settings = {"max_new_tokens": NEW, "eos_token_id": None, "max_batch_size": slots}
