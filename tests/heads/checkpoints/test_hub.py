@@ -42,6 +42,14 @@ def saved_random_head(kind: str, folder: Path, **options: Any) -> tuple[DraftHea
     return head, folder
 
 
+@pytest.fixture
+def pushed_head(hub: Hub, tmp_path: Path) -> tuple[DraftHead, Path]:
+    """A head that is in me/head, and the folder that it was pushed from."""
+    head, folder = saved_random_head("medusa", tmp_path / "head")
+    push_folder(folder, "me/head", token="hf_x")
+    return head, folder
+
+
 def same(found: DraftHead, head: DraftHead) -> bool:
     return same_tensors(found.state_dict(), head.state_dict())
 
@@ -69,14 +77,12 @@ def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
 
 
 def test_what_is_in_the_cache_is_enough_offline(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, pushed_head: tuple[DraftHead, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, folder = saved_random_head("medusa", tmp_path / "head")
-    push_folder(folder, "me/head", token="hf_x")
     load_head("me/head")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.trouble = lambda handler: pytest.fail("asked the Hub")
-    assert same(load_head("me/head")[0], head)
+    assert same(load_head("me/head")[0], pushed_head[0])
     with refused("cache Hub"):
         load_head("me/other")
 
@@ -90,19 +96,19 @@ def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
     assert same(load_head("me/head", token="hf_x")[0], head)
 
 
-def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+def test_what_is_not_there_is_named(pushed_head: tuple[DraftHead, Path]) -> None:
     with refused("'me/nothing'"):
         load_head("me/nothing")
-    push_folder(saved_random_head("medusa", tmp_path / "head")[1], "me/head", token="hf_x")
     with refused("'me/head' 'v9'"):
         load_head("me/head", revision="v9")
 
 
-def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_path: Path) -> None:
-    first, folder = saved_random_head("eagle", tmp_path / "head")
-    push_folder(folder, "me/head", token="hf_x")
+def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(
+    hub: Hub, pushed_head: tuple[DraftHead, Path]
+) -> None:
+    first, folder = pushed_head
     before = dict(hub.repos["me/head"])
-    save_head(build_head("eagle", {}, INFO), folder, CheckpointMetadata())
+    save_head(build_head("medusa", {}, INFO), folder, CheckpointMetadata())
 
     def cut(handler: Handler) -> bool:
         if handler.command == "PUT":
@@ -119,11 +125,8 @@ def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_pat
 
 
 def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(
-    hub: Hub, tmp_path: Path
+    hub: Hub, pushed_head: tuple[DraftHead, Path]
 ) -> None:
-    head, folder = saved_random_head("eagle", tmp_path / "head")
-    push_folder(folder, "me/head", token="hf_x")
-
     def cut(handler: Handler) -> bool:
         if handler.command == "GET" and handler.path.endswith("model.safetensors"):
             data = hub.repos["me/head"]["model.safetensors"]
@@ -136,7 +139,7 @@ def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(
     with refused("'me/head'"):
         load_head("me/head")
     hub.trouble = lambda handler: False
-    assert same(load_head("me/head")[0], head)
+    assert same(load_head("me/head")[0], pushed_head[0])
 
 
 def test_an_id_that_is_none_is_refused_before_anything_is_asked(
