@@ -16,7 +16,7 @@ class JsonServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", 0), JsonHandler)
         self.port = self.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.lock = threading.Lock()
@@ -38,7 +38,7 @@ class JsonServer(ThreadingHTTPServer):
         raise NotImplementedError
 
 
-class Handler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: JsonServer
 

@@ -63,22 +63,16 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self.answer({"warnings": [], "errors": []})
         elif "/preupload/" in self.path:
-            files = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if f["size"] > 2000 else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in json.loads(data)["files"]
-            ]
+            files = json.loads(data)["files"]
+            for file in files:
+                file["uploadMode"] = "lfs" if file["size"] > 2000 else "regular"
+                file["shouldIgnore"] = False
             self.answer({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(data)["objects"]
-            upload = [
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}}
-                for each in objects
-            ]
-            self.answer({"objects": upload}, Content_Type="application/vnd.git-lfs+json")
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}
+            self.answer({"objects": objects}, Content_Type="application/vnd.git-lfs+json")
         elif match := re.match(r"/api/models/(.+)/commit/", self.path):
             self.commit(match[1], [json.loads(line) for line in data.splitlines()])
         else:
@@ -105,45 +99,42 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def missing(self, what: str) -> None:
+        self.answer({"error": what}, 404, X_Error_Code=what.replace(" ", ""))
+
     def do_GET(self) -> None:
         if self.server.trouble(self):
             return
-        path = self.path.partition("?")[0]
-        match = re.match(r"/api/models/([^/]+/[^/]+)(/revision/|/tree/)?([^/]*)$", path)
-        resolve = re.match(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$", path)
-        below = re.match(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/.+$", path)
-        found = (match or resolve or below or [None, None])[1]
-        if found not in self.server.repos or (
-            found in self.server.private and "Authorization" not in self.headers
-        ):
-            self.answer({"error": "Repository Not Found"}, 404, X_Error_Code="RepoNotFound")
+        path = self.path.partition("?")[0].removeprefix("/api/models")
+        _, owner, name, *rest = path.split("/")
+        repo = f"{owner}/{name}"
+        secret = repo in self.server.private and "Authorization" not in self.headers
+        if repo not in self.server.repos or secret:
+            self.missing("Repo Not Found")
             return
-        files, commits = self.server.repos[found], self.server.commits[found]
-        if match and match[3] not in ("", "main", *commits):
-            self.answer({"error": "Revision Not Found"}, 404, X_Error_Code="RevisionNotFound")
-        elif match and match[2] == "/tree/":
-            listed = [
-                {
-                    "type": "file",
-                    "path": name,
-                    "size": len(data),
-                    "oid": hashlib.sha1(data).hexdigest(),
-                }
-                for name, data in files.items()
-            ]
-            self.answer(listed)
-        elif match:
-            self.answer(
-                {
-                    "id": found,
-                    "sha": commits[-1],
-                    "siblings": [{"rfilename": name} for name in files],
-                }
-            )
-        elif resolve and resolve[3] in files:
-            data = files[resolve[3]]
-            start = int(re.match(r"bytes=(\d+)", self.headers.get("Range") or "bytes=0")[1])  # type: ignore[index]
-            etag = f'"{hashlib.sha256(data).hexdigest()}"'
-            self.answer(data[start:], 206 if start else 200, ETag=etag, X_Repo_Commit=commits[-1])
-        else:
-            self.answer({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
+        files = self.server.repos[repo]
+        commits = self.server.commits[repo]
+        match rest:
+            case ["resolve", _, *parts] if (name := "/".join(parts)) in files:
+                self.send_file(files[name], commits[-1])
+            case ["resolve", *_] | ["tree", _, _, *_]:
+                self.missing("Entry Not Found")
+            case [_, revision] if revision not in ("main", *commits):
+                self.missing("Revision Not Found")
+            case ["tree", _]:
+                self.answer([listed(name, data) for name, data in files.items()])
+            case _:
+                siblings = [{"rfilename": name} for name in files]
+                self.answer({"id": repo, "sha": commits[-1], "siblings": siblings})
+
+    def send_file(self, data: bytes, commit: str) -> None:
+        """The whole of a file, or what follows after a download that was cut."""
+        begin = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
+        start = int(begin)
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        self.answer(data[start:], 206 if start else 200, ETag=etag, X_Repo_Commit=commit)
+
+
+def listed(name: str, data: bytes) -> dict[str, Any]:
+    oid = hashlib.sha1(data).hexdigest()
+    return {"type": "file", "path": name, "size": len(data), "oid": oid}

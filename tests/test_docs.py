@@ -161,7 +161,7 @@ def section(page: str, title: str) -> str:
     return FIGURES[page].partition(f"\n{title}\n")[2].partition("\n#")[0]
 
 
-def measured(title: str, head: str) -> list[str]:
+def lengths_and_speed(title: str, head: str) -> list[str]:
     """A head's acceptance lengths, on a chain and in a tree, and its speed on a chain."""
     rows = by_first_cell(section("heads.md", title))
     chain = rows[f"{head}: chain"]
@@ -190,7 +190,7 @@ def test_the_figures_of_heads_are_those_that_were_measured():
     shown = by_first_cell(PAGES["heads.md"])
     for heads in HEADS_OF.values():
         for head in heads:
-            assert shown[head] == measured(title_for("GSM8K", head), head)
+            assert shown[head] == lengths_and_speed(title_for("GSM8K", head), head)
     maths = by_first_cell(section("sources.md", "### gsm8k"))
     copying = by_first_cell(section("sources.md", "### copying"))
     for source in ("prompt lookup", "retrieval", "3-grams", "second model (4 layers)"):
@@ -204,7 +204,7 @@ def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page
     expected = []
     for head in HEADS_OF[page]:
         for prompts in ("MT-bench", "GSM8K", "HumanEval"):
-            expected.append([prompts, *measured(title_for(prompts, head), head)])
+            expected.append([prompts, *lengths_and_speed(title_for(prompts, head), head)])
     assert [row for row in table_rows(text) if row[0] != "prompts"] == expected
 
 
@@ -232,7 +232,7 @@ def test_the_figures_of_the_readme_are_those_that_were_measured():
     kernels = by_first_cell(section("cpu.md", "### Zen 4, AVX-512"))
     for kind, speedup in SHIPPED.items():
         file = kind.lower().replace("-", "_")
-        chain, _, _ = measured(title_for(kind, "eagle3-shipped"), "eagle3-shipped")
+        chain, _, _ = lengths_and_speed(title_for(kind, "eagle3-shipped"), "eagle3-shipped")
         assert f"{speedup:.2f}" == default[file][0].split()[0]
         assert shown[kind] == [chain, f"{speedup:.2f}", kernels[file][3].split()[0]]
     gpu = table_rows(FIGURES["gpu.md"].partition("\n## Before")[0])

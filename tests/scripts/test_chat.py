@@ -54,7 +54,7 @@ def session(chat_config):
 
 
 @pytest.fixture
-def answers_of(target_folder):
+def chat_answers(target_folder):
     """The answers of a chat from Python, by system prompt and messages."""
 
     def call(system, *messages):
@@ -66,11 +66,13 @@ def answers_of(target_folder):
     return call
 
 
-def test_answers_are_those_of_a_chat_with_drafts_and_without(talk, answers_of):
+def test_answers_are_those_of_a_chat_with_drafts_and_without(talk, chat_answers):
     first = ["hello", "/plain", "and now?", "/plain", "more"]
     brief = ["/system be brief", "hello", "/reset", "", "hello"]
     out = talk(*first, *brief)
-    answers = answers_of(None, "hello", "and now?", "more") + answers_of("be brief", "hello") * 2
+    answers = (
+        chat_answers(None, "hello", "and now?", "more") + chat_answers("be brief", "hello") * 2
+    )
     place = 0
     for answer in answers:
         place = out.index(answer + "\n", place) + len(answer)
