@@ -390,32 +390,56 @@ NO_TREES = ("branches", "dynamic", "several", "drawn branches", "independent")
 NAMED = tuple(name for name, options in TREES.items() if "tree" in options)
 MADE = ("retrieval", "one's own")
 WITH_HEADS = (*sorted(HEADS), "head and history")
-REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
-    (("encoder-decoder",), WITH_HEADS, "encoder-decoder heads drafter"),
-    (("encoder-decoder", "chains only"), NO_TREES, "tree chain:LENGTH"),
-    (
+SEVERAL_ROWS = ("padded left", "padded right", "slots")
+REFUSED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    ("an encoder-decoder as the target", "a draft head"): (
         ("encoder-decoder",),
-        ("padded left", "padded right", "slots"),
+        WITH_HEADS,
+        "encoder-decoder heads drafter",
+    ),
+    (
+        "an encoder-decoder, or a model that counts positions by its cache",
+        "a tree with branches that is named",
+    ): (("encoder-decoder", "chains only"), NO_TREES, "tree chain:LENGTH"),
+    ("an encoder-decoder as the target", "a batch of several rows"): (
+        ("encoder-decoder",),
+        SEVERAL_ROWS,
         "T5ForConditionalGeneration row",
     ),
-    (("encoder-decoder",), ("conversation",), "past_key_values encoder-decoder"),
-    (("conversation",), ("padded left", "padded right", "slots"), "past_key_values row batch"),
-    (
+    ("an encoder-decoder as the target", "a `Conversation`"): (
+        ("encoder-decoder",),
+        ("conversation",),
+        "past_key_values encoder-decoder",
+    ),
+    ("an encoder-decoder as the target", "a draft model that drafts all depths at once"): (
         ("encoder-decoder",),
         ("parallel model",),
         "LlamaForCausalLM T5ForConditionalGeneration draft",
     ),
-    (("prompt-lookup", "history"), NAMED, "drafter tree"),
-    (MADE, NAMED, "tree drafter"),
-    (("head and history",), DRAWN, "sampled history tree"),
-]
-"""Two kinds of values, and words of the refusal."""
+    ("a `Conversation`", "a batch of several rows"): (
+        ("conversation",),
+        SEVERAL_ROWS,
+        "past_key_values row batch",
+    ),
+    ("`prompt-lookup`, `history`", "a named tree"): (
+        ("prompt-lookup", "history"),
+        NAMED,
+        "drafter tree",
+    ),
+    ("a drafter that you made", "a named tree"): (MADE, NAMED, "tree drafter"),
+    ("a head beside a history", "drawn and independent trees"): (
+        ("head and history",),
+        DRAWN,
+        "sampled history tree",
+    ),
+}
+"""By how docs/models.md calls the two: two kinds of values, and words of the refusal."""
 
 
 def refusals() -> dict[frozenset[str], str]:
     """The words of the refusal, by the two values."""
     found = {}
-    for ones, others, words in REFUSED:
+    for ones, others, words in REFUSED.values():
         for pair in itertools.product(ones, others):
             found[frozenset(pair)] = words
     return found

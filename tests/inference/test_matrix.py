@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import axes
 import pytest
 from messages import refused
@@ -28,3 +30,11 @@ def test_every_pair_of_values_occurs() -> None:
     assert supported == set().union(*map(axes.pairs_of, CASES))
     missing = supported - set().union(*map(axes.pairs_of, axes.cases_on_cpu(CASES)))
     assert all("recorded" in pair for pair in missing)
+
+
+def test_the_page_of_models_shows_the_table_of_what_does_not_go_together() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    _, _, after = page.read_text(encoding="utf-8").partition("## What does not go together")
+    section, _, _ = after.partition("\n## ")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    assert [(one, other) for one, other, _ in rows[1:]] == list(axes.REFUSED)
