@@ -73,7 +73,7 @@ SHAPES: dict[str, list[Turn]] = {
 FORMS = ("apart", "no system", "tags", "tag of the prompt left out", "arguments as text")
 
 
-def cases() -> list[tuple[str, str, str]]:
+def fitting_cases() -> list[tuple[str, str, str]]:
     """Families, shapes and forms that go together."""
     found = []
     for name, shape, form in itertools.product(FAMILIES, SHAPES, FORMS):
@@ -99,7 +99,7 @@ def spans(example: Example) -> list[tuple[int, int]]:
     return runs
 
 
-@pytest.mark.parametrize(("name", "shape", "form"), cases(), ids=lambda part: part)
+@pytest.mark.parametrize(("name", "shape", "form"), fitting_cases(), ids=lambda part: part)
 def test_each_answer_is_trained_on_as_it_was_generated(name: str, shape: str, form: str) -> None:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
