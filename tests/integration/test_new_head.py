@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from helpers import check_identity
-from runs import log_of
+from runs import changed, losses_of
 from torch import Tensor, nn
 
 from headstart.heads import (
@@ -27,6 +27,7 @@ from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.losses import draft_loss
 from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Target
+from headstart.train.config import TrainConfig
 from headstart.train.loop import train
 
 # A head that exists only here.
@@ -95,27 +96,20 @@ def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
-    taught: Path, run_options: Any, changed: Any, tmp_path: Path, in_the_table: None
+    taught: Path, short: TrainConfig, in_the_table: None
 ) -> None:
-    config = changed(
-        run_options(tmp_path / "run", 24),
-        head={"type": "bigram", "width": 16},
-        optim={"lr": 0.05},
-        loop={"eval_every": 0, "save_every": 12},
-    )
-    folder = train(config)
-    rows = log_of(folder)
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert len(losses) == 24 and all(
-        last < 0.7 * first for first, last in zip(losses[0], losses[-1], strict=True)
-    )
-    measured = rows[-1]["eval"]
+    head_options = {"type": "bigram", "width": 16}
+    folder = train(changed(short, head=head_options, optim={"lr": 0.05}, loop={"max_steps": 24}))
+    losses, (evaluation,) = losses_of(folder)
+    assert len(losses) == 24
+    assert all(last < 0.7 * first for first, last in zip(losses[0], losses[-1], strict=True))
+    measured = evaluation["eval"]
     assert max(stats["acceptance_length"] for stats in measured.values()) > 1.2
 
     target = Target.from_pretrained(taught, torch.float64)
     head, metadata = load_head(folder / "best", target.info, torch.float64)
     assert type(head) is BigramHead and head.config == BigramConfig(width=16)
-    assert metadata.training["config"]["head"] == {"type": "bigram", "width": 16}
+    assert metadata.training["config"]["head"] == head_options
     assert metadata.measured["trees"].keys() == measured.keys()
 
     prompts = [torch.tensor([65, 66, 67, 68]), torch.tensor([70, 71])]

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from runs import changed
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM
@@ -32,17 +33,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_pushed_head_generates_and_is_accepted_as_at_home(
-    hub, kind, run_options, changed, taught, tmp_path
-):
-    config = changed(
-        run_options(tmp_path / "run", 8),
-        head={"type": kind, **OPTIONS[kind]},
-        loop={"eval_every": 0, "save_every": 0},
-    )
-    train(config)
+def test_a_pushed_head_generates_and_is_accepted_as_at_home(hub, kind, short, taught):
+    run = train(changed(short, head={"type": kind, **OPTIONS[kind]}, loop={"max_steps": 8}))
     repo = f"me/{kind.replace('+', 'p')}"
-    push = PushConfig(run=str(tmp_path / "run"), repo=repo, target=str(taught), token="hf_x")
+    push = PushConfig(run=str(run), repo=repo, target=str(taught), token="hf_x")
     push_head(dataclasses.replace(push, dry_run=True))
     assert not hub.repos
     push_head(push)
@@ -51,6 +45,6 @@ def test_a_pushed_head_generates_and_is_accepted_as_at_home(
         lm = SpeculativeLM.from_pretrained(str(taught), head=folder, dtype=torch.float32)
         return lm.generate(torch.tensor([[65, 66, 67, 68]]), max_new_tokens=24, do_sample=False)
 
-    home, away = written(str(tmp_path / "run" / "best")), written(push.repo)
+    home, away = written(str(run / "best")), written(push.repo)
     assert torch.equal(home.sequences, away.sequences)
     assert home.stats.rows == away.stats.rows and home.stats.rounds > 0

@@ -139,7 +139,8 @@ def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
     writes = [family.written(THOUGHT, content, False)] * 2
     row = {"messages": [*system, user("one"), user("one more")], "follow_up": "two"}
     found, tokenizer = made_with(family, writes, row)
-    assert [row.get("sequence") for row in found] == ([1, 2] if rows == 2 else [None])
+    numbers = [(row.get("sequence"), row.get("sequences")) for row in found]
+    assert numbers == ([(1, 2), (2, 2)] if rows == 2 else [(None, None)])
     assert [len(row["messages"]) for row in found] == [3 + len(system), 5 + len(system)][-rows:]
     written = [len(ids_of(tokenizer, text)) for text in writes]
     assert [row["tokens"] for row in found] == (written if rows == 2 else [sum(written)])

@@ -4,12 +4,11 @@ them later."""
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
 from messages import refused
-from templates import CALL, FAMILIES, TOOLS, Family, end_tokens, tokenizer_of
+from templates import ARGUMENTS, CALL, FAMILIES, TOOLS, Family, end_tokens, tokenizer_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
@@ -29,9 +28,9 @@ def messages_of(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A conversation, and what the model wrote at each of its turns; `form` says how answers hold
     their reasoning."""
-    messages: list[dict[str, Any]] = (
-        [{"role": "system", "content": "add the numbers"}] if form != "no system" else []
-    )
+    messages: list[dict[str, Any]] = []
+    if form != "no system":
+        messages.append({"role": "system", "content": "add the numbers"})
     written = []
     for number, (content, calls) in enumerate(turns):
         if not messages or messages[-1]["role"] != "tool":
@@ -49,7 +48,7 @@ def messages_of(
             else:
                 answer["reasoning_content"] = REASONING
         if calls:
-            answer["tool_calls"] = [CALL if form != "arguments as text" else _as_text(CALL)]
+            answer["tool_calls"] = [CALL if form != "arguments as text" else AS_TEXT]
         messages.append(answer)
         written.append(family.written(REASONING if family.reasons else "", content, calls))
         if calls:
@@ -59,9 +58,11 @@ def messages_of(
     return messages, written
 
 
-def _as_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+AS_TEXT = {**CALL, "function": {**CALL["function"], "arguments": ARGUMENTS}}
+
+
+def asked(answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}]
 
 
 SHAPES: dict[str, list[Turn]] = {
@@ -73,7 +74,7 @@ SHAPES: dict[str, list[Turn]] = {
 FORMS = ("apart", "no system", "tags", "tag of the prompt left out", "arguments as text")
 
 
-def cases() -> list[tuple[str, str, str]]:
+def fitting_cases() -> list[tuple[str, str, str]]:
     """Families, shapes and forms that go together."""
     found = []
     for name, shape, form in itertools.product(FAMILIES, SHAPES, FORMS):
@@ -99,115 +100,94 @@ def spans(example: Example) -> list[tuple[int, int]]:
     return runs
 
 
-@pytest.mark.parametrize(("name", "shape", "form"), cases(), ids=lambda part: part)
+def sequences(
+    family: Family, messages: list[dict[str, Any]], tools: list[Any] | None = None
+) -> list[tuple[str, list[str]]]:
+    """The texts of a conversation's sequences, and of the answers in each."""
+    tokenizer = tokenizer_of(family)
+    found = []
+    for example in encoded_by(family, tokenizer, {"messages": messages, "tools": tools}):
+        parts = [example.tokens[start:stop] for start, stop in spans(example)]
+        found.append((tokenizer.decode(example.tokens), [*map(tokenizer.decode, parts)]))
+    return found
+
+
+def encoded_by(family: Family, tokenizer: Any, row: dict[str, Any]) -> list[Example]:
+    ends = end_tokens(family, tokenizer)
+    return encode(row, tokenizer, ends, 10_000, template_kwargs=family.variables)
+
+
+@pytest.mark.parametrize(("name", "shape", "form"), fitting_cases(), ids=lambda part: part)
 def test_each_answer_is_trained_on_as_it_was_generated(name: str, shape: str, form: str) -> None:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
     messages, written = messages_of(family, SHAPES[shape], form)
     tools = TOOLS if family.tools else None
-    examples = encode(
-        {"messages": messages, "tools": tools},
-        tokenizer,
-        end_tokens(family, tokenizer),
-        10_000,
-        template_kwargs=family.variables,
-    )
     expected = []
-    for turn, text in zip(
-        [i for i, m in enumerate(messages) if m["role"] == "assistant"], written, strict=True
-    ):
-        prompt = prompt_ids(
-            tokenizer, messages[:turn], template_kwargs=family.variables, tools=tools
-        )[0].tolist()
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for turn, text in zip(turns, written, strict=True):
+        prompt = prompt_ids(tokenizer, messages[:turn], None, family.variables, tools)[0].tolist()
         expected.append((prompt, tokenizer(text, add_special_tokens=False)["input_ids"]))
+    examples = encoded_by(family, tokenizer, {"messages": messages, "tools": tools})
     found = [
         (example.tokens[:start], example.tokens[start:stop])
         for example in examples
         for start, stop in spans(example)
     ]
-    assert [tuple(map(tokenizer.decode, pair)) for pair in found] == [
-        tuple(map(tokenizer.decode, pair)) for pair in expected
-    ]
-    assert found == expected
+    assert found == expected, [tuple(map(tokenizer.decode, pair)) for pair in found]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.prefilled])
 def test_an_answer_without_reasoning_after_a_prompt_that_opened_it_is_refused(name: str) -> None:
-    family = FAMILIES[name]
-    tokenizer = tokenizer_of(family)
-    row = {
-        "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]
-    }
     with refused("reasoning_content"):
-        encode(row, tokenizer, end_tokens(family, tokenizer), 100, template_kwargs=family.variables)
+        sequences(FAMILIES[name], asked(CONTENT))
 
 
 def test_an_empty_block_of_reasoning_that_the_template_writes_is_not_the_models() -> None:
-    family = FAMILIES["qwen3"]
-    tokenizer = tokenizer_of(family)
-    row = {
-        "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]
-    }
-    (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
-    ((start, stop),) = spans(example)
-    assert tokenizer.decode(example.tokens[start:stop]) == CONTENT + "<|im_end|>"
-    assert tokenizer.decode(example.tokens[:start]).endswith("<think>\n\n</think>\n\n")
+    empty = "<think>\n\n</think>\n\n"
+    ((text, (answer,)),) = sequences(FAMILIES["qwen3"], asked(CONTENT))
+    assert answer == CONTENT + "<|im_end|>" and (empty + answer) in text
     # Where the answer's text has the block, the model wrote it.
-    row["messages"][1]["content"] = "<think>\n\n</think>\n\n" + CONTENT
-    (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
-    ((start, stop),) = spans(example)
-    assert (
-        tokenizer.decode(example.tokens[start:stop])
-        == f"<think>\n\n</think>\n\n{CONTENT}<|im_end|>"
-    )
+    ((_, (answer,)),) = sequences(FAMILIES["qwen3"], asked(empty + CONTENT))
+    assert answer == f"{empty}{CONTENT}<|im_end|>"
 
 
 def test_an_answer_of_weight_0_is_read_and_not_trained_on() -> None:
-    family = FAMILIES["chatml"]
-    tokenizer = tokenizer_of(family)
-    messages, _ = messages_of(family, SHAPES["three turns"], "no system")
+    messages, _ = messages_of(FAMILIES["chatml"], SHAPES["three turns"], "no system")
     messages[3]["weight"] = 0
-    (example,) = encode({"messages": messages}, tokenizer, end_tokens(family, tokenizer), 1000)
-    assert [tokenizer.decode(example.tokens[start:stop]) for start, stop in spans(example)] == [
-        "one<|im_end|>",
-        "three\n\nthree<|im_end|>",
-    ]
-    assert CONTENT in tokenizer.decode(example.tokens)
+    ((text, answers),) = sequences(FAMILIES["chatml"], messages)
+    assert answers == ["one<|im_end|>", "three\n\nthree<|im_end|>"] and CONTENT in text
     messages[1]["weight"] = messages[5]["weight"] = 0
-    assert encode({"messages": messages}, tokenizer, end_tokens(family, tokenizer), 1000) == []
+    assert sequences(FAMILIES["chatml"], messages) == []
 
 
-def test_a_template_that_shows_arguments_as_they_are_gets_their_json_text() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a":1,  "unit":null}', '{"a":1,  "unit":null}'),
+        ({"a": 1, "unit": None}, '{"a": 1, "unit": null}'),
+    ],
+)
+def test_a_template_that_shows_arguments_as_they_are_gets_their_json_text(arguments, shown) -> None:
     template = (
         "{% for m in messages %}<s>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
         "</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
     )
     family = Family(template, lambda _, content, calls: content, ("</s>",))
-    tokenizer = tokenizer_of(family)
-    text = '{"a":1,  "unit":null}'
-    for arguments, shown in ((text, text), ({"a": 1, "unit": None}, '{"a": 1, "unit": null}')):
-        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        row = {"messages": [{"role": "user", "content": "one"}, answer]}
-        (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 1000)
-        assert tokenizer.decode(example.tokens) == f"<s>one</s><s>{shown}</s>"
+    messages = asked("")
+    function = {"name": "add", "arguments": arguments}
+    messages[1]["tool_calls"] = [{"type": "function", "function": function}]
+    ((text, _),) = sequences(family, messages)
+    assert text == f"<s>one</s><s>{shown}</s>"
 
 
 def test_words_that_look_like_arguments_do_not_change_their_form() -> None:
     family = FAMILIES["qwen3, no thinking"]
-    tokenizer = tokenizer_of(family)
     messages, _ = messages_of(family, SHAPES["a tool"], "no system")
-    arguments = CALL["function"]["arguments"]
-    messages[0]["content"] = f"add {arguments}"
-    example, *_ = encode(
-        {"messages": messages[:2]},
-        tokenizer,
-        end_tokens(family, tokenizer),
-        1000,
-        template_kwargs=family.variables,
-    )
-    assert '"arguments": {"a": 1, "unit": null}' in tokenizer.decode(example.tokens)
+    messages[0]["content"] = f"add {CALL['function']['arguments']}"
+    (text, _), *_ = sequences(family, messages[:2])
+    assert '"arguments": {"a": 1, "unit": null}' in text
 
 
 def word_tokenizer(prepend: str) -> PreTrainedTokenizerFast:
@@ -233,9 +213,8 @@ def test_a_tokenizer_that_adds_spaces_gives_the_prompts_own_tokens_and_the_whole
     tokenizer = word_tokenizer(prepend)
     first, rest = joined(tokenizer, prompt, answer)
     assert first == tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(first + rest) == tokenizer.decode(
-        tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
-    )
+    whole = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(first + rest) == tokenizer.decode(whole)
 
 
 @pytest.mark.parametrize("bos", [True, False])
