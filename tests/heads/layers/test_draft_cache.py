@@ -16,7 +16,7 @@ from headstart.heads.layers.masked_attention import masked_attention
 SIZE, SLOTS = 8, 23
 
 
-def written_out(
+def masked_softmax(
     query: Tensor, key: Tensor, value: Tensor, seen_BNS: Tensor, scale: float
 ) -> Tensor:
     repeat = query.shape[1] // key.shape[1]
@@ -45,7 +45,7 @@ def test_masked_queries_find_what_softmax_finds(
     mask = mask.repeat(1, 1, before, 1) if before * queries <= few else mask
     found = masked_attention(query, key, value, mask, 0.3)
     torch.testing.assert_close(
-        found, written_out(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12
+        found, masked_softmax(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12
     )
 
 
