@@ -153,6 +153,7 @@ def test_the_better_tree_is_measured_saved_and_used_wherever_the_tree_is_auto(
     prompts = [ids[0] for ids in asked]
     stats = greedy_answers(taught_target, head.eval(), policy, prompts, NEW_TOKENS).stats
     measured = calibration["trees"][kind]
+    assert measured["nodes"] == policy.size
     assert measured["acceptance_length"] == stats.acceptance_length
     assert measured["rounds"] == stats.rounds
     assert calibration["speedup"] == pytest.approx(2.0)
