@@ -11,16 +11,18 @@ from __future__ import annotations
 import copy
 import os
 import statistics
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from common import arguments, save
-from helpers import VOCAB, build_model
+from helpers import VOCAB, build_model, head_for
 from simulated import SimGraph
-from test_rounds import CASES, RECORDED, counts_of, lm_of, recorded_rounds
+from test_rounds import CASES, RECORDED, counts_of, recorded_rounds
 
-from headstart.inference import Target
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.engines import cuda_graph
 
 
@@ -34,21 +36,26 @@ def main() -> None:
     cuda_graph.GRAPHS["sim"] = SimGraph
     on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
     there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
+
+    def decoder(compile: bool, kind: str | None = None, **options: Any) -> SpeculativeLM:
+        head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
+        options = {"adaptive": False, **options}
+        return SpeculativeLM.from_pretrained(there, head, compile=compile, **options)
+
     for name, (options, _) in CASES.items():
         cells = []
         for sampling in (False, True):
             with pytest.MonkeyPatch.context() as patch:
-                rounds, _ = counts_of(lm_of(there, on_cpu, **options), patch, do_sample=sampling)
+                lm = decoder(False, **options)
+                if name == "a second model":
+                    lm = SpeculativeLM(there, make_drafter(there, there, "chain:3"))
+                rounds, _ = counts_of(lm, patch, do_sample=sampling)
             waits, uploads, operations = zip(*rounds, strict=True)
             cells += [str(max(waits)), str(max(uploads)), f"{statistics.median(operations):.0f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "| recorded | launches | waits | uploads |", "|---|---|---|---|"]
     for name, options in RECORDED.items():
-        there.compile(True)
-        lm = lm_of(there, on_cpu, **options)
-        lm.compile(True)
-        rounds, _ = recorded_rounds(lm)
-        there.compile(False)
+        rounds, _ = recorded_rounds(decoder(True, **options))
         launches, waits, uploads = zip(*rounds, strict=True)
         lines.append(
             f"| {name} | {statistics.median(launches):.0f} | {max(waits)} | {max(uploads)} |"
