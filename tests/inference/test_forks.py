@@ -139,8 +139,7 @@ def test_a_recording_says_that_a_fork_is_not_recorded(tiny_target, tokenizer, tm
 PROGRAM = """
 import sys
 import torch
-from helpers import head_for
-from messages import refused, warned
+from helpers import build_model
 from headstart.inference import SpeculativeLM
 model = build_model(vocab_size=31)
 lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup")
