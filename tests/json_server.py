@@ -22,7 +22,7 @@ class JsonServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
