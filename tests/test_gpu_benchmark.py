@@ -8,6 +8,7 @@ import gpu
 import gpu_kernels
 import pytest
 import torch
+from messages import lacking
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import build_head
@@ -33,23 +34,17 @@ def report(report_folder):
     return json.loads((report_folder / "gpu.json").read_text())
 
 
-def test_every_part_is_measured(report, report_folder):
+def test_every_part_is_measured_and_every_text_is_that_of_generate(report, report_folder):
     rows = [row for part in report.values() if isinstance(part, list) for row in part]
     assert not [row for row in rows if "failed" in row]
+    assert all(row["equal"] for row in rows if "equal" in row)
     assert [step["way"] for step in report["training"]] == [*gpu.TRAINING_WAYS]
-    assert all(step["tokens_per_second"] > 0 for step in report["training"])
-    assert all(step["teraflops"] > 0 for step in report["training"])
+    assert all(step["tokens_per_second"] > 0 < step["teraflops"] for step in report["training"])
     assert {row["way"] for row in report["compared"]} == gpu.WAYS.keys()
     assert {row["nodes"] for row in report["kernels"]} == {1, 60}
     page = (report_folder / "gpu.md").read_text()
-    assert "forced, not measured" in page
-    assert "| eager | 40 | 60 |" in page
+    assert not lacking(page, "forced, not measured | eager | 40 | 60 |")
     assert "**no**" not in page
-
-
-@pytest.mark.parametrize("part", ["identity", "rounds", "compared", "batches", "sampled", "texts"])
-def test_every_text_is_that_of_generate(report, part):
-    assert all(row["equal"] is True for row in report[part])
 
 
 def test_acceptance_is_what_is_forced(report):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from prompts import KindConfig, PromptMixConfig, grams, mix_prompts, write_prompts
-from runs import changed, rows_of, write_rows
+from runs import changed, write_rows
 
 from headstart.inference.text.prompt_files import read_prompt_rows, read_prompts
 
@@ -44,7 +44,7 @@ def mixed_from(tmp_path: Path) -> PromptMixConfig:
         rows.append({"source": "t0", "prompt": text, "completion": "Yes."})
     known_sum = rows[7]["prompt"]
     known_passage = rows[63]["prompt"][-80:]
-    evaluation = [{"turns": [f"{known_sum} Say it."]}, {"turns": [known_passage]}]
+    evaluation = [{"turns": ["Hello.", f"{known_sum} Say it."]}, {"turns": [known_passage]}]
     kinds = {
         "math": KindConfig(share=1, sources=["sums"]),
         "questions": KindConfig(share=1, match="friend"),
@@ -84,14 +84,6 @@ def test_nothing_to_train_on_shares_words_with_what_is_measured(mixed_from):
     assert training & all_grams(mix.held_out) == grams(WORDING)
     assert len(mix.training["math"]) == 60 - 6 - 1  # the sum in the evaluation file is left out
     assert mix.left_out >= 2  # that one, and the question about a passage of which it has a part
-
-
-def test_every_turn_of_an_evaluation_file_counts(mixed_from):
-    path = Path(mixed_from.exclude[0])
-    (known_sum,) = rows_of(path)[0]["turns"]
-    write_rows(path, [{"turns": ["Hello.", known_sum]}])
-    mix = mix_prompts(changed(mixed_from, prompts=10_000, held_out=6))
-    assert len(mix.training["math"]) == 60 - 6 - 1
 
 
 def test_prompts_are_written_with_what_their_answers_need(mixed_from):

@@ -145,16 +145,6 @@ def test_packages_are_those_of_pyproject() -> None:
     assert not (ROOT / "headstart").exists(), "it would shadow the namespace of that name"
 
 
-def test_docstrings_begin_with_the_thing() -> None:
-    """Ruff asks for docstrings on public names; none may begin with a word that only points
-    elsewhere."""
-    for path, code in CODE.items():
-        for node in ast.walk(code):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node) or ""
-                assert not text.startswith(("See ", "Of ", "What ", "As ")), f"{path}: {text}"
-
-
 def test_the_core_does_not_name_an_addon() -> None:
     """Neither in code nor in a comment: an add-on can be lifted out without a trace."""
     for module, path in MODULES.items():
