@@ -268,11 +268,14 @@ def test_a_key_that_says_nothing_of_the_draft_layer_is_a_remark(keys: dict[str, 
     assert not lacking(" ".join(source.remarks), *source.unread)
 
 
-def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too(
+    nested: bool,
+) -> None:
     """The draft layer's readers are Llama layers, which do not read it; written for the head itself
     it is refused."""
     head, config, tensors = eagle3_files()
-    config["attention_multiplier"] = 0.5
+    (config["eagle_config"] if nested else config)["attention_multiplier"] = 0.5
     found, source = import_head(config, dict(tensors), INFO, target_parts(attention_multiplier=0.5))
     same_head(found, head)
     assert source.unread == {"attention_multiplier": 0.5}

@@ -131,16 +131,19 @@ def test_a_call_that_failed_leaves_nothing_behind(target):
 
 
 class Reads(Drafter):
-    """A drafter of somebody else's, that reads features and keeps what it read to itself."""
+    """A drafter of somebody else's, that keeps what it read to itself."""
 
-    feature_layers, max_nodes = (0,), 2
+    max_nodes = 2
+
+    def __init__(self, feature_layers):
+        self.feature_layers = feature_layers
 
     def begin(self, context):
-        self.seen = 0
+        self.read = []
 
     def prefill(self, chunk):
-        assert chunk.features_BTF.shape[-1] > 0
-        self.seen += int(chunk.lengths_B[0])
+        assert not self.feature_layers or chunk.features_BTF.shape[-1] > 0
+        self.read += chunk.next_tokens_BT[0, : int(chunk.lengths_B[0])].tolist()
 
     def propose(self, roots_B):
         return DraftTree.of_shape(
@@ -149,12 +152,14 @@ class Reads(Drafter):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_drafter_without_a_memory_is_shown_the_text_again(target):
-    drafter, past = Reads(), Conversation()
+@pytest.mark.parametrize("layers", [(0,), ()])
+def test_a_drafter_without_a_memory_is_shown_the_text_again(target, layers):
+    drafter, past = Reads(layers), Conversation()
     lm = SpeculativeLM.from_pretrained(target, drafter=drafter)
-    text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
-    assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
-    assert drafter.seen == len(text) + 1
+    text = [*turn(lm, [3, 1, 4], past).sequences[0].tolist(), 5]
+    output = turn(lm, text, past).sequences
+    assert drafter.read == output[0, 1 : len(text) + 1].tolist()
+    assert torch.equal(output, turn(lm, text).sequences)
 
 
 @pytest.mark.parametrize(

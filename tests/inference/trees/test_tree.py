@@ -138,3 +138,5 @@ def test_a_tree_takes_its_draft_probabilities_to_another_device():
     tree = one_row_tree([0, 4], [-1, 0], 1, **drafts)
     moved = tree.to(torch.device("meta"))
     assert {moved.tokens_BN.device.type, moved.draft_probs_BNV.device.type} == {"meta"}
+    picked = one_row_tree([0, 4], [-1, 0], 1).to(torch.device("meta"))
+    assert picked.tokens_BN.device.type == "meta" and picked.draft_probs_BNV is None
