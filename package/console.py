@@ -121,7 +121,7 @@ class ProgressBar:
         seconds = time.monotonic() - self._began
         made = self.done - self._first
         parts = [f"{int(self.done):,}/{int(self.total):,}"]
-        if made > 0:
+        if made > 0 and seconds > 0:
             rate = made / seconds
             parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
             parts.append(f"{duration((self.total - self.done) / rate)} left")

@@ -65,6 +65,7 @@ def test_in_a_terminal_there_is_a_bar_unless_the_program_did_not_ask_for_it(
     capsys, terminal, pass_seconds, monkeypatch
 ):
     with ProgressBar("things", 2) as bar:
+        bar.update(1)  # at once, without a rate
         pass_seconds(1)
         bar.update(2)
     shown = capsys.readouterr().out

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 
+import pytest
 import torch
 from helpers import head_for
 from messages import refused, warned
@@ -23,6 +24,15 @@ from headstart.inference.text.streaming import streamed
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6]])
 SETTINGS = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in a worker: torch's threads, where there are several, do not survive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def in_a_fork(work, seconds=60):
