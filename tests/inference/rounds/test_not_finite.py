@@ -8,7 +8,16 @@ import math
 
 import pytest
 import torch
-from helpers import Oracle, build_model, check_identity, continued, head_for, pairs, written_alone
+from helpers import (
+    Oracle,
+    build_model,
+    check_identity,
+    continued,
+    head_for,
+    pairs,
+    random_rows,
+    written_alone,
+)
 from messages import refused
 from transformers import LogitsProcessor
 
@@ -47,13 +56,6 @@ def spoil(model, value=math.nan) -> None:
     model.lm_head.weight.data[BAD, 0] = -1e-30  # below the best of the others
 
 
-def random_rows(*lengths):
-    return [
-        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
-        for length in lengths
-    ]
-
-
 class Poisoned(Oracle):
     """Some wrong drafts are the token that the target must not be asked about."""
 
@@ -75,7 +77,7 @@ def healthy(compile):
     target = Target(kernel_model())
     if compile:
         target.compile()
-    rows = random_rows(6, 3)
+    rows = random_rows(VOCAB, [6, 3])
     lm = SpeculativeLM(target)
     return target, rows, continued(lm, rows)[0], sampled(lm, rows)
 
@@ -132,7 +134,7 @@ def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options
     if "kernels" in options:
         target.compile()
         assert isinstance(target.engine, CpuEngine)
-    for rows in (random_rows(7), random_rows(9, 2, 5)):
+    for rows in (random_rows(VOCAB, [7]), random_rows(VOCAB, [9, 2, 5])):
         truths = [continued(SpeculativeLM(target), [row])[0][0] for row in rows]
         if dtype != torch.bfloat16:
             assert truths == [written_alone(model, row) for row in rows]
@@ -152,7 +154,7 @@ def test_a_conversation_goes_on_where_nan_was_left_after_its_text(compile):
     """By a prompt that the packed or causal prefill reads, after a text that was cut or goes on."""
     model = kernel_model()
     lm = SpeculativeLM.from_pretrained(Target(model), compile=compile)
-    row = random_rows(9)[0]
+    row = random_rows(VOCAB, [9])[0]
     past = Conversation()
     [first], _ = continued(lm, [row], past_key_values=past)
     longer = torch.cat([row, torch.tensor([*first, 4, 5])])
@@ -168,7 +170,7 @@ def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch
     """Where attention skips what is masked, NaN stays in one path: what was accepted before it
     stands."""
     target = tiny_target(vocab_size=VOCAB)
-    row = random_rows(6)[0]
+    row = random_rows(VOCAB, [6])[0]
     truth = written_alone(target.model, row)
     forward, broken = target.engine.forward_tree, []
 
@@ -203,7 +205,7 @@ def test_a_repeated_round_is_shown_without_drafts():
     head = head_for(Target(model), "medusa")
     for lm_head in head.lm_heads:
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
-    seen, row = TreesSeen(), random_rows(6)[0]
+    seen, row = TreesSeen(), random_rows(VOCAB, [6])[0]
     lm = SpeculativeLM.from_pretrained(Target(model), head, tree="branch:2x2", adaptive=False)
     lm.observers.append(seen)
     assert continued(lm, [row])[0] == [written_alone(model, row)]
@@ -262,7 +264,7 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
 def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target):
     target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB)
     small.model.get_input_embeddings().weight.data[BAD] = math.nan
-    row = random_rows(7)[0]
+    row = random_rows(VOCAB, [7])[0]
     truth = written_alone(target.model, row)
     assert BAD not in truth
     drafter = make_drafter(target, small, "branch:3x2x1", adaptive=False)
@@ -305,7 +307,7 @@ def test_an_infinite_logit_is_the_best_one_and_cannot_be_sampled(compile):
     model.lm_head = torch.nn.Linear(64, VOCAB).requires_grad_(False)
     model.lm_head.bias.data[9] = math.inf
     lm = SpeculativeLM.from_pretrained(Target(model), drafter="prompt-lookup", compile=compile)
-    row = random_rows(5)[0]
+    row = random_rows(VOCAB, [5])[0]
     assert written_alone(model, row) == [9] * 20
     assert continued(lm, [row])[0] == [[9] * 20]
     with refused("target logits 0 row infinite"):
@@ -319,7 +321,7 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
 
     target = tiny_target(vocab_size=VOCAB)
     with refused("processors 0 row NaN"):
-        continued(SpeculativeLM(target), random_rows(4), logits_processor=[Broken()])
+        continued(SpeculativeLM(target), random_rows(VOCAB, [4]), logits_processor=[Broken()])
 
 
 def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
@@ -332,7 +334,7 @@ def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
             shown.append(bool(scores.isnan().any()))
             return scores
 
-    row = random_rows(7)[0]
+    row = random_rows(VOCAB, [7])[0]
     truth = continued(SpeculativeLM(target), [row])[0]
     shown.clear()
     lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GREEDY, Ended, continued, head_for
+from helpers import GREEDY, Ended, continued, head_for, random_rows
 from messages import refused
 
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM
@@ -23,10 +23,7 @@ def observed(target, observer, kind="medusa", tree="chain:3", **options):
     return lm
 
 
-ROWS = [
-    torch.randint(1, 20, (length,), generator=torch.Generator().manual_seed(length))
-    for length in (9, 6, 8, 5, 7)
-]
+ROWS = random_rows(20, [9, 6, 8, 5, 7])
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": [], "max_batch_size": 2}
 
 

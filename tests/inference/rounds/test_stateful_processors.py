@@ -15,6 +15,7 @@ from helpers import (
     continued,
     head_for,
     other_model,
+    random_rows,
     written_alone,
 )
 from messages import refused
@@ -31,9 +32,7 @@ from headstart.inference.trees.tree import DraftTree
 from headstart.inference.trees.verify import RULES, greedy
 
 VOCAB = 40
-ROWS = [
-    torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)
-]
+ROWS = random_rows(VOCAB, [3, 12, 1, 7])
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
 ENDS = {"repetition_penalty": 1.4, "min_new_tokens": 6, "eos_token_id": [8, 15, 22, 39]}
 
