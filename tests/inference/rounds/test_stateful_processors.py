@@ -235,8 +235,14 @@ class Locked(Cycle):
 
 
 class LockedRows(Locked):
+    """Makes one for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
     def for_row(self, row):
-        assert 0 <= row < len(ROWS)
+        self.rows.append(row)
         return Locked()
 
 
@@ -246,7 +252,9 @@ def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(target40):
     assert continued(lm, ROWS[:1], logits_processor=[Locked()])[0] == expected[:1]
     with refused("Locked 4 for_row"):
         continued(lm, ROWS, logits_processor=[Locked()])
-    assert continued(lm, ROWS, logits_processor=[LockedRows()])[0] == expected
+    makes_rows = LockedRows()
+    assert continued(lm, ROWS, logits_processor=[makes_rows])[0] == expected
+    assert makes_rows.rows == [0, 1, 2, 3]
 
 
 def test_models_and_tokenizers_of_a_processor_are_not_copied(target40, tokenizer):
@@ -267,26 +275,6 @@ def test_models_and_tokenizers_of_a_processor_are_not_copied(target40, tokenizer
     models, tokenizers, tables = map(set, zip(*parts, strict=True))
     assert models == {id(target40.model)} and tokenizers == {id(tokenizer)}
     assert len(tables) == 2
-
-
-class Counting:
-    """A constraint whose allowed tokens depend on how often it was asked."""
-
-    def __init__(self):
-        self.lengths = []
-
-    def __call__(self, row, text):
-        self.lengths.append(len(text))
-        return [(7 * len(self.lengths) + step) % VOCAB for step in range(6)]
-
-
-def test_a_constraint_may_keep_a_state(target40):
-    theirs = Counting()
-    ours = Counting()
-    expected = written_alone(target40.model, ROWS[1], prefix_allowed_tokens_fn=theirs)
-    lm = SpeculativeLM(target40, Oracle(SHAPE, [expected], VOCAB, wrong=0.1))
-    assert continued(lm, [ROWS[1]], prefix_allowed_tokens_fn=ours)[0] == [expected]
-    assert ours.lengths == theirs.lengths
 
 
 def test_by_plain_generate_it_is_called_alike(target40):
