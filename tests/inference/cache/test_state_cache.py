@@ -237,15 +237,6 @@ def test_a_text_goes_back_as_far_as_its_states_allow(stateful, family):
             check_nodes(stateful, cache, tree, [text[:stays]])
 
 
-@FAMILIES
-def test_training_reads_padded_rows_as_they_are_alone(stateful):
-    padded = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 0, 0, 0]])
-    features_BTF, last_BTD = stateful.read(padded, (0, -1))
-    alone_BTF, alone_BTD = stateful.read(padded[1:, :3], (0, -1))
-    torch.testing.assert_close(features_BTF[1, :3], alone_BTF[0], **CLOSE)
-    torch.testing.assert_close(last_BTD[1, :3], alone_BTD[0], **CLOSE)
-
-
 @pytest.mark.filterwarnings("ignore:memory ran out")
 @pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2"])
 def test_memory_that_runs_out_does_not_change_the_text(stateful, monkeypatch):
