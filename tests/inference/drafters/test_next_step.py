@@ -51,6 +51,7 @@ def documented_example(idle: float) -> Record:
 GOOD = timed(1.5, 2.4)
 USELESS = timed(1.5, 1.0)
 STEP = timed(1.0, 1.0)
+SLOW_STEP = timed(2.0, 1.0)
 
 CHOICES = {
     # the fastest leads
@@ -103,29 +104,30 @@ CHOICES = {
         steps_of(timed(1.0, 1.4), timed(1.5, 2.4), plain=None, last=1, credit=-9.0),
         Choice(TREE),
     ),
-    # what the head has not read; drafts save 0.375 of a step per token
+    # what the head has not read; drafts save 0.375 of a step per token, and a step
+    # takes two seconds
     "the prefill is earned back": (
-        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=81.0),
+        steps_of(SLOW_STEP, timed(3.0, 2.4), unread_seconds=60.0, tokens_to_come=81.0),
         Choice(TREE),
     ),
     "the prefill is not earned back": (
-        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=79.0),
+        steps_of(SLOW_STEP, timed(3.0, 2.4), unread_seconds=60.0, tokens_to_come=79.0),
         Choice(PLAIN),
     ),
     "the prefill of a probe is felt": (
-        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=128.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 9999.0), unread_seconds=8.0, tokens_to_come=128.0),
         Choice(PLAIN),
     ),
     "the prefill of a probe is not felt": (
-        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 9999.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
     "the prefill counts as a loss": (
-        steps_of(STEP, timed(1.5, 1.0, 599.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 599.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(PLAIN),
     ),
     "the prefill counts once": (
-        steps_of(STEP, timed(1.5, 1.0, 601.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 601.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
 }
