@@ -64,9 +64,7 @@ def draft(random_tokens, shape, roots):
         [root, *[random_tokens.randrange(1, VOCAB) for _ in range(shape.size - 1)]]
         for root in roots
     ]
-    parents = torch.tensor(shape.parents).expand(len(roots), -1)
-    sizes = torch.full((len(roots),), shape.size)
-    return DraftTree(torch.tensor(tokens), parents, sizes, shape.depth, in_order=shape.is_chain)
+    return DraftTree.of_shape(shape, torch.tensor(tokens))
 
 
 def check_nodes(target, cache, tree, texts, layers=()):

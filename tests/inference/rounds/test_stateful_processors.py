@@ -164,12 +164,7 @@ def random_chain(rows, depth, draws):
     """A chain with the distributions that its tokens were drawn from."""
     probs_BNV = torch.rand(rows, depth + 1, VOCAB, generator=draws).softmax(-1)
     tokens_BN = torch.randint(VOCAB, (rows, depth + 1), generator=draws)
-    parents_BN = torch.arange(-1, depth).expand(rows, -1)
-    sizes_B = torch.full((rows,), depth + 1)
-    shape = TreeShape.chain(depth)
-    return DraftTree(
-        tokens_BN, parents_BN, sizes_B, depth, "sampled_chain", probs_BNV, shape, False, True
-    )
+    return DraftTree.of_shape(TreeShape.chain(depth), tokens_BN, "sampled_chain", probs_BNV)
 
 
 class Shifted(LogitsProcessor):

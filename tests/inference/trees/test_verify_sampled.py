@@ -155,15 +155,8 @@ class World:
     def tree(self):
         self.scores = self.at_nodes(self.target)
         tokens = [[0, *(row[path][-1] for path in self.shape.paths)] for row in self.rows]
-        return DraftTree(
-            tokens_BN=torch.tensor(tokens),
-            parents_BN=torch.tensor(self.shape.parents).expand(len(tokens), -1),
-            sizes_B=torch.full((len(tokens),), self.shape.size),
-            max_depth=self.shape.depth,
-            kind=self.kind,
-            draft_probs_BNV=self.at_nodes(self.draft),
-            shape=self.shape,
-        )
+        draft_probs_BNV = self.at_nodes(self.draft)
+        return DraftTree.of_shape(self.shape, torch.tensor(tokens), self.kind, draft_probs_BNV)
 
     def joint(self, mass):
         """The distribution of depth + 1 tokens, what is missing being written by the target."""
