@@ -232,6 +232,11 @@ def random_ids(vocab_size: int, *shape: int, seed: int = 0, first: int = 0) -> T
     return torch.randint(first, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def random_rows(vocab_size: int, lengths: Iterable[int]) -> list[Tensor]:
+    """Texts of these lengths, from token 1 on; one of the same length is the same text."""
+    return [random_ids(vocab_size, length, seed=length, first=1) for length in lengths]
+
+
 def generated(lm: SpeculativeLM, ids_BT: Tensor, **settings: Any) -> GenerateOutput:
     """What a decoder writes after rows of one length: greedily and without an end, unless
     `settings` say otherwise."""

@@ -11,7 +11,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DEVICE, VOCAB, continued, head_for, written_alone
+from helpers import DEVICE, VOCAB, calls_of, continued, head_for, written_alone
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -139,16 +139,9 @@ def test_prompts_are_read_by_the_fused_decoder(device, monkeypatch):
     lm.compile(True)
     prompts = [torch.arange(30), torch.arange(7)]
     expected, _ = continued(lm, prompts)
-    sizes = []
-    decode = FusedDecoder.__call__
-
-    def noted(self, tokens_BN, *rest):
-        sizes.append(tokens_BN.shape[1])
-        return decode(self, tokens_BN, *rest)
-
-    monkeypatch.setattr(FusedDecoder, "__call__", noted)
+    calls = calls_of(monkeypatch, FusedDecoder, "__call__")
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     target.compile(False)
     target.compile(True)
     assert continued(lm, prompts)[0] == expected
-    assert 14 in sizes  # the second chunk of 30 tokens
+    assert 14 in [tokens_BN.shape[1] for _, tokens_BN, *_ in calls]  # the second chunk of 30 tokens

@@ -80,14 +80,11 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(lms, device, compile, tree, a
 def test_every_setting(lms, device, compile, tree, name, inputs_on_cpu):
     here, away = lms("medusa", compile, tree=tree)
     expected, _ = seeded_text(here, **SETTINGS[name])
-    if inputs_on_cpu:
-        torch.manual_seed(5)
-        ids, mask = padded_batch(ROWS)
-        settings = {**GREEDY, "max_new_tokens": 14, **SETTINGS[name]}
-        sequences = away.generate(ids, attention_mask=mask, **settings).sequences
-        texts = sequences[:, ids.shape[1] :].tolist()
-    else:
-        texts, _ = seeded_text(away, **SETTINGS[name])
+    torch.manual_seed(5)
+    ids, mask = padded_batch(ROWS)
+    where = "cpu" if inputs_on_cpu else device
+    settings = {**GREEDY, "max_new_tokens": 14, **SETTINGS[name], "attention_mask": mask.to(where)}
+    texts = away.generate(ids.to(where), **settings).sequences[:, ids.shape[1] :].tolist()
     if device.type == "sim" or not SETTINGS[name]["do_sample"]:
         assert texts == expected
 

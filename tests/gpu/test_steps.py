@@ -27,16 +27,6 @@ WAITS = 1
 """Of a step of two forwards: whether loss and gradient are numbers."""
 
 
-@pytest.fixture
-def step_config(tmp_path):
-    return TrainConfig(
-        target="tiny",
-        output=str(tmp_path / "run"),
-        data=DataConfig(sources=["none.jsonl"]),
-        loop=LoopConfig(precision="float32", batch_size=4, max_steps=STEPS),
-    )
-
-
 def batches():
     """Two forwards of a step."""
     random = torch.Generator().manual_seed(2)
@@ -72,27 +62,29 @@ def trained_steps(target, head, config, monkeypatch, after_step=lambda: None):
     return found
 
 
-@pytest.fixture
-def in_float32(on_cpu, device):
-    """Builds the target and a head, here or there."""
-
-    def build(kind, away):
-        target = Target(copy.deepcopy(on_cpu.model).float().to(device if away else "cpu"))
-        head = head_for(on_cpu, kind).float().train()
-        if kind == "eagle":  # its noise is drawn on the device, by a generator of its kind
-            head.config = replace(head.config, noise=0.0)
-        return target, head.to(target.device)
-
-    return build
+def in_float32(on_cpu, kind, place):
+    """The target and a head in a place."""
+    target = Target(copy.deepcopy(on_cpu.model).float().to(place))
+    head = head_for(on_cpu, kind).float().train()
+    if kind == "eagle":  # its noise is drawn on the device, by a generator of its kind
+        head.config = replace(head.config, noise=0.0)
+    return target, head.to(place)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(
-    in_float32, step_config, monkeypatch, kind
+    on_cpu, device, tmp_path, monkeypatch, kind
 ):
-    config = replace(step_config, head={"type": kind})
-    expected = trained_steps(*in_float32(kind, away=False), config, monkeypatch)
-    given, waits = in_float32(kind, away=True), []
+    config = TrainConfig(
+        target="tiny",
+        output=str(tmp_path / "run"),
+        head={"type": kind},
+        data=DataConfig(sources=["none.jsonl"]),
+        loop=LoopConfig(precision="float32", batch_size=4, max_steps=STEPS),
+    )
+    expected = trained_steps(*in_float32(on_cpu, kind, "cpu"), config, monkeypatch)
+    given = in_float32(on_cpu, kind, device)
+    waits = []
     if DEVICE == "sim":
         import simulated
 

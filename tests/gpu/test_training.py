@@ -1,9 +1,7 @@
-"""A head's training step on an accelerator: as on the CPU, and the host waits for the device
-once."""
+"""A head's forward and backward on an accelerator: the host waits for the device once."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -17,7 +15,7 @@ WAITS = 1
 """A forward and its backward: the host learns how many positions are judged."""
 
 
-def features_of(target, head, packed=False):
+def features_of(target, head, packed):
     tokens_BT = torch.randint(VOCAB, (2, 90), generator=torch.Generator().manual_seed(3))
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     mask_BT[:, [0, 1, 30, 31, 32, 60]] = False
@@ -40,25 +38,6 @@ def moved(features, ends, device):
     return dataclasses.replace(features, modules=ends, **tensors)
 
 
-def forward_and_backward(head, features, objective=None):
-    torch.manual_seed(0)
-    head.zero_grad()
-    output = head(features, objective)
-    output.loss.backward()
-    return [output.loss.detach(), output.losses_K, output.counts_K, output.hits_KI], [
-        p.grad for p in head.parameters()
-    ]
-
-
-def sides(on_cpu, there, device, kind, packed=False):
-    head = head_for(on_cpu, kind).train()
-    if kind == "eagle":  # each device would draw its own noise
-        head.config = dataclasses.replace(head.config, noise=0.0)
-    features = features_of(on_cpu, head, packed)
-    away = copy.deepcopy(head).to(device)
-    return (head, features), (away, moved(features, there.modules, device))
-
-
 @pytest.mark.skipif(DEVICE != "sim", reason="only the simulated device counts")
 @pytest.mark.parametrize(
     ("kind", "weights"),
@@ -70,12 +49,14 @@ def test_a_step_waits_once_however_many_chunks_it_has(
     import simulated
 
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)  # chunks of 64 positions
-    _, (head, features) = sides(on_cpu, there, device, kind, packed=weights == "decay")
+    head = head_for(on_cpu, kind).train()
+    features = moved(features_of(on_cpu, head, weights == "decay"), there.modules, device)
+    head = head.to(device)
     loss = dict.fromkeys(LOSSES, 1.0) | ({"smooth_l1": 1.0} if kind == "eagle" else {})
     objective = Objective(loss, weights)
-    forward_and_backward(head, features, objective)  # what is made once
+    head(features, objective).loss.backward()  # what is made once
     with simulated.counted() as counts:
-        forward_and_backward(head, features, objective)
+        head(features, objective).loss.backward()
     assert counts.waits.total() <= WAITS, counts.waits
     # the draft positions, which are found on the host
     assert counts.uploads.total() <= 3, counts.uploads

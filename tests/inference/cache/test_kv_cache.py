@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import LargestTensor
+from helpers import LargestTensor, calls_of
 
 from headstart.inference.cache import kv_cache
 from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache, slots_for
@@ -113,8 +113,7 @@ def test_every_path_of_any_length_is_kept(rows):
 
 
 def test_a_path_that_lies_where_it_should_is_not_moved(monkeypatch):
-    moved = []
-    monkeypatch.setattr(TreeCache, "compact", lambda _, path_BA: moved.append(path_BA.tolist()))
+    moved = calls_of(monkeypatch, TreeCache, "compact")
     for path_BA, lengths_B in (([[0, 1, 2], [0, 1, 3]], [3, 2]), ([[0, 3, 0], [0, 0, 0]], [1, 1])):
         cache_with_trees(2).accept(torch.tensor(path_BA), torch.tensor(lengths_B))
     assert not moved

@@ -64,9 +64,7 @@ def draft(random_tokens, shape, roots):
         [root, *[random_tokens.randrange(1, VOCAB) for _ in range(shape.size - 1)]]
         for root in roots
     ]
-    parents = torch.tensor(shape.parents).expand(len(roots), -1)
-    sizes = torch.full((len(roots),), shape.size)
-    return DraftTree(torch.tensor(tokens), parents, sizes, shape.depth, in_order=shape.is_chain)
+    return DraftTree.of_shape(shape, torch.tensor(tokens))
 
 
 def check_nodes(target, cache, tree, texts, layers=()):
@@ -235,15 +233,6 @@ def test_a_text_goes_back_as_far_as_its_states_allow(stateful, family):
         if stays:
             tree = draft(numbers, TreeShape.chain(2), [8])
             check_nodes(stateful, cache, tree, [text[:stays]])
-
-
-@FAMILIES
-def test_training_reads_padded_rows_as_they_are_alone(stateful):
-    padded = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 0, 0, 0]])
-    features_BTF, last_BTD = stateful.read(padded, (0, -1))
-    alone_BTF, alone_BTD = stateful.read(padded[1:, :3], (0, -1))
-    torch.testing.assert_close(features_BTF[1, :3], alone_BTF[0], **CLOSE)
-    torch.testing.assert_close(last_BTD[1, :3], alone_BTD[0], **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:memory ran out")

@@ -71,19 +71,6 @@ def test_a_good_drafter_is_left_alone(target, clock):
     assert clock.now - before < 0.31 * (ANSWER - 1)
 
 
-def test_a_drafter_that_becomes_good_is_found(target, clock):
-    class Late(Oracle):
-        """Wrong in the first quarter of the text."""
-
-        def propose(self, roots_B):
-            self.wrong = 1.0 if len(self.written[0]) < ANSWER else 0.0
-            return super().propose(roots_B)
-
-    late = Late(TreeShape.chain(4), [truth_of(target, 4 * ANSWER)], VOCAB, wrong=1.0)
-    decoded_stats(SpeculativeLM(target, AdaptiveDrafter([late], clock=clock)), 4 * ANSWER)
-    assert clock.now < 0.7 * 4 * ANSWER
-
-
 @pytest.mark.parametrize("slots", [None, 2])
 @pytest.mark.parametrize("held", [2, 8192])
 def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeypatch, slots, held):

@@ -51,16 +51,15 @@ def documented_example(idle: float) -> Record:
 GOOD = timed(1.5, 2.4)
 USELESS = timed(1.5, 1.0)
 STEP = timed(1.0, 1.0)
+SLOW_STEP = timed(2.0, 1.0)
 
 CHOICES = {
     # the fastest leads
     "drafts that pay go on": (steps_of(STEP, GOOD, last=TREE), Choice(TREE)),
-    "drafts that do not pay": (steps_of(STEP, USELESS, last=TREE), Choice(PLAIN)),
     "a leader that was timed once is probed": (
         steps_of(Candidate(1.0, 1.0, 2, (1.0,), 0.0), USELESS, last=TREE),
         Choice(PLAIN, True),
     ),
-    "the faster of two trees": (steps_of(STEP, GOOD, timed(1.6, 2.0), last=OTHER), Choice(TREE)),
     "nothing was timed": (
         steps_of(untimed(1.0, 1.0), untimed(1.5, 1.4), untimed(1.8, 2.0)),
         Choice(OTHER, True),
@@ -76,10 +75,6 @@ CHOICES = {
     "one that promises more, at once": (
         steps_of(STEP, GOOD, untimed(2.0, 4.0), last=TREE),
         Choice(OTHER, True),
-    ),
-    "one that promises less, later": (
-        steps_of(STEP, GOOD, untimed(2.0, 2.0, 0.0), last=TREE),
-        Choice(1),
     ),
     "the one that waited longest": (
         steps_of(STEP, timed(1.5, 1.0, 900.0), timed(1.5, 1.0, 901.0)),
@@ -109,33 +104,30 @@ CHOICES = {
         steps_of(timed(1.0, 1.4), timed(1.5, 2.4), plain=None, last=1, credit=-9.0),
         Choice(TREE),
     ),
-    # what the head has not read; drafts save 0.375 of a step per token
+    # what the head has not read; drafts save 0.375 of a step per token, and a step
+    # takes two seconds
     "the prefill is earned back": (
-        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=81.0),
+        steps_of(SLOW_STEP, timed(3.0, 2.4), unread_seconds=60.0, tokens_to_come=81.0),
         Choice(TREE),
     ),
     "the prefill is not earned back": (
-        steps_of(STEP, GOOD, unread_seconds=30.0, tokens_to_come=79.0),
+        steps_of(SLOW_STEP, timed(3.0, 2.4), unread_seconds=60.0, tokens_to_come=79.0),
         Choice(PLAIN),
     ),
-    "few tokens to come, nothing to read": (
-        steps_of(STEP, GOOD, last=TREE, tokens_to_come=1.0),
-        Choice(TREE),
-    ),
     "the prefill of a probe is felt": (
-        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=128.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 9999.0), unread_seconds=8.0, tokens_to_come=128.0),
         Choice(PLAIN),
     ),
     "the prefill of a probe is not felt": (
-        steps_of(STEP, timed(1.5, 1.0, 9999.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 9999.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
     "the prefill counts as a loss": (
-        steps_of(STEP, timed(1.5, 1.0, 599.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 599.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(PLAIN),
     ),
     "the prefill counts once": (
-        steps_of(STEP, timed(1.5, 1.0, 601.0), unread_seconds=4.0, tokens_to_come=140.0),
+        steps_of(SLOW_STEP, timed(3.0, 1.0, 601.0), unread_seconds=8.0, tokens_to_come=140.0),
         Choice(TREE, True),
     ),
 }

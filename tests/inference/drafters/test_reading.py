@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_identity, generated, one_row_tree, random_ids
+from helpers import generated, one_row_tree, random_ids
 
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.drafters import adaptive
@@ -70,16 +70,22 @@ def of_itself(target: Target, clock: Any, costs: RoundCosts | None = None) -> Sp
 COSTS = RoundCosts({1: 1.0, 2: 1.1}, draft=0.0, reading=0.1)
 
 
+def read_after(lm: SpeculativeLM, clock: Any, answers: int, **settings: Any) -> list[int]:
+    """Tokens read so far, after each answer to a prompt of 200 tokens."""
+    read = []
+    for seed in range(answers):
+        generated(lm, random_ids(VOCAB, 1, 200, seed=seed), **settings)
+        read.append(clock.read)
+    return read
+
+
 @pytest.mark.parametrize(("tokens", "reads"), [(8, False), (128, True)])
 def test_a_long_prompt_is_read_for_long_answers_alone(target, clock, tokens, reads):
     """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a
     token."""
     clock.reading = 0.1
     lm = of_itself(target, clock, COSTS)
-    for seed in range(3):
-        check_identity(
-            lm, [random_ids(VOCAB, 200, seed=seed)], max_new_tokens=tokens, eos_token_id=[]
-        )
+    read_after(lm, clock, 3, max_new_tokens=tokens)
     assert (clock.read > 0) == reads
 
 
@@ -87,11 +93,8 @@ def test_what_reading_took_is_remembered(target, clock):
     """Expected to cost nothing, and far too dear: one prompt is read, and no more."""
     clock.reading = 1.0
     lm = of_itself(target, clock, RoundCosts({1: 1.0, 2: 1.1}, draft=0.0))
-    read = []
-    for seed in range(3):
-        check_identity(lm, [random_ids(VOCAB, 100, seed=seed)], max_new_tokens=40, eos_token_id=[])
-        read.append(clock.read)
-    assert read[0] >= 100
+    read = read_after(lm, clock, 3, max_new_tokens=40)
+    assert read[0] >= 200
     assert read[-1] == read[0]
 
 
@@ -100,12 +103,8 @@ def test_answers_that_end_early_earn_less(target, clock):
     much."""
     clock.reading = 0.1
     lm = of_itself(target, clock, COSTS)
-    input_ids = random_ids(VOCAB, 1, 200)
-    read = []
-    for _ in range(6):
-        stops = [lambda ids, scores: ids.shape[1] >= 220]
-        generated(lm, input_ids, max_new_tokens=500, stopping_criteria=stops)
-        read.append(clock.read)
+    stops = [lambda ids, scores: ids.shape[1] >= 220]
+    read = read_after(lm, clock, 6, max_new_tokens=500, stopping_criteria=stops)
     assert read[0] >= 200
     assert read[-1] == read[2]
 

@@ -66,21 +66,15 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
 
 def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target, monkeypatch):
     commit_at_most(monkeypatch, 4)
-    widest: list[int] = []
-    attend = draft_cache.KVEntries.attend
-
-    def watched(kv, *given):
-        widest.append(kv.mask_BTS.shape[-1])
-        return attend(kv, *given)
-
-    monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
+    attended = calls_of(monkeypatch, draft_cache.KVEntries, "attend")
     lm = SpeculativeLM.from_pretrained(
         target, windowed_head(target), tree="chain:3", adaptive=False, compile=False
     )
     for length in (40, 400):
         generated(lm, random_ids(VOCAB, 1, length), max_new_tokens=30)
     nodes = 3
-    assert max(widest) <= nodes + WINDOW + 4 - 1
+    widest = max(entries.mask_BTS.shape[-1] for entries, *_ in attended)
+    assert widest <= nodes + WINDOW + 4 - 1
 
 
 @CASES

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GREEDY, Ended, continued, head_for
+from helpers import GREEDY, Ended, continued, head_for, random_rows
 from messages import refused
 
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM
-from headstart.inference.rounds import loop
 from headstart.inference.text.streaming import StreamClosed
-from headstart.inference.trees.sampling import PositionSampler, PrecomputedSampler
+from headstart.inference.trees.sampling import sampler_by
 
 
 def observed(target, observer, kind="medusa", tree="chain:3", **options):
@@ -23,10 +22,7 @@ def observed(target, observer, kind="medusa", tree="chain:3", **options):
     return lm
 
 
-ROWS = [
-    torch.randint(1, 20, (length,), generator=torch.Generator().manual_seed(length))
-    for length in (9, 6, 8, 5, 7)
-]
+ROWS = random_rows(20, [9, 6, 8, 5, 7])
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": [], "max_batch_size": 2}
 
 
@@ -118,15 +114,8 @@ class Again(RoundObserver):
         self.rounds = 0
 
     def round(self, finished):
-        numbers = finished.numbers
-        if isinstance(numbers, torch.Tensor):
-            by_position = numbers.ndim == 3
-            numbers = (
-                PositionSampler(exponential_BNV=numbers)
-                if by_position
-                else PrecomputedSampler(uniform_BU=numbers)
-            )
-        verdict = self.rule(finished.verified, finished.scores_BNV, numbers)
+        sampler = sampler_by(finished.numbers)
+        verdict = self.rule(finished.verified, finished.scores_BNV, sampler)
         assert torch.equal(verdict.lengths_B, finished.verdict.lengths_B)
         assert torch.equal(verdict.next_tokens_B, finished.verdict.next_tokens_B)
         self.rounds += 1
@@ -199,10 +188,3 @@ def test_a_round_that_an_error_ended_is_not_counted(target):
 def test_a_layer_that_the_target_lacks_is_refused(target):
     with refused("99"):
         continued(observed(target, Reader(99)), ROWS[:1])
-
-
-def test_without_observers_nothing_is_done_for_them(target, monkeypatch):
-    lm = observed(target, Ended())
-    lm.observers.clear()
-    monkeypatch.setattr(loop, "observing", None)
-    continued(lm, ROWS[:3], **SETTINGS)

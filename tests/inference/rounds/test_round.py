@@ -12,7 +12,7 @@ import axes
 import pytest
 import torch
 from axes import VOCAB
-from helpers import check_identity, continued, head_for, limited
+from helpers import check_identity, continued, head_for, limited, one_row_tree
 from messages import warned
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM
@@ -139,29 +139,24 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
 
 
 def tree_with(parents):
-    nodes = torch.tensor([parents])
+    """Its tokens are 10, 11, 12, ..."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    return DraftTree(
-        torch.arange(len(parents))[None] + 10, nodes, torch.tensor([len(parents)]), max(depths)
-    )
+    return one_row_tree(range(10, 10 + len(parents)), parents, max(depths))
 
 
 def test_a_cut_names_the_nodes_that_it_keeps():
     target = target_within("chains")
     tree = tree_with([-1, 0, 0, 2, 3])
     chain, path = chain_of(target, tree, 4)
-    assert (
-        path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
-    )
+    assert path == [0, 2, 3, 4]
+    assert chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
     first, nodes = first_nodes(tree, 3)
-    assert (
-        list(nodes) == [0, 1, 2]
-        and first.parents_BN.tolist() == [[-1, 0, 0]]
-        and first.sizes_B.tolist() == [3]  # a recurrent target reads the path to each of them
-        and first.max_depth == 2
-    )
+    assert list(nodes) == [0, 1, 2]
+    assert first.parents_BN.tolist() == [[-1, 0, 0]]
+    assert first.sizes_B.tolist() == [3]  # a recurrent target reads the path to each of them
+    assert first.max_depth == 2
     assert first_nodes(tree, 5) == (tree, None)
     # Memory leaves half of the tree that failed, not of the largest that the drafter makes.
     limits = Limits(target, 60)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import EachRound, calls_of, check_identity, head_for
+from helpers import EachRound, accepted, calls_of, check_identity, head_for, random_ids
 
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
 from headstart.inference.drafters import adaptive
@@ -55,11 +55,6 @@ def prompts(texts):
         if kind == "other":
             text = [13, 12, 11]
         text = yield [*text, *more]
-
-
-def accepted_and_returned(output):
-    """Of each row, round by round; how deep drafts were depends on the batch."""
-    return [[(record.accepted, record.returned) for record in row] for row in output.stats.rows]
 
 
 def turn(lm, text, past=None, **settings):
@@ -172,14 +167,14 @@ def test_a_drafter_without_a_memory_is_shown_the_text_again(target, layers):
 def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     """A long beginning that all have, and prompts that are alike; every row writes what it writes
     alone."""
-    beginning = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    beginning = random_ids(VOCAB, 40).tolist()
     rows = [[*beginning, *more] for more in ([1], [2, 3, 4], [1], [2, 3, 4], [5, 6])]
     lm, alone = decoder_of(target, kind), decoder_of(target, kind)
-    expected = [accepted_and_returned(turn(alone, row))[0] for row in rows]
+    expected = [accepted(turn(alone, row))[0] for row in rows]
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     settings = {"max_new_tokens": NEW, "eos_token_id": None, "max_batch_size": slots}
     output = check_identity(lm, list(map(torch.tensor, rows)), **settings)
-    assert sorted(accepted_and_returned(output)) == sorted(expected)
+    assert sorted(accepted(output)) == sorted(expected)
     if slots is None:
         longest = max(map(len, rows))
         assert sum(tokens.numel() for tokens, *_ in read) == 39 + 3 * (longest - 39)

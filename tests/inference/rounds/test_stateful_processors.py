@@ -15,6 +15,7 @@ from helpers import (
     continued,
     head_for,
     other_model,
+    random_rows,
     written_alone,
 )
 from messages import refused
@@ -31,9 +32,7 @@ from headstart.inference.trees.tree import DraftTree
 from headstart.inference.trees.verify import RULES, greedy
 
 VOCAB = 40
-ROWS = [
-    torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)
-]
+ROWS = random_rows(VOCAB, [3, 12, 1, 7])
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
 ENDS = {"repetition_penalty": 1.4, "min_new_tokens": 6, "eos_token_id": [8, 15, 22, 39]}
 
@@ -165,12 +164,7 @@ def random_chain(rows, depth, draws):
     """A chain with the distributions that its tokens were drawn from."""
     probs_BNV = torch.rand(rows, depth + 1, VOCAB, generator=draws).softmax(-1)
     tokens_BN = torch.randint(VOCAB, (rows, depth + 1), generator=draws)
-    parents_BN = torch.arange(-1, depth).expand(rows, -1)
-    sizes_B = torch.full((rows,), depth + 1)
-    shape = TreeShape.chain(depth)
-    return DraftTree(
-        tokens_BN, parents_BN, sizes_B, depth, "sampled_chain", probs_BNV, shape, False, True
-    )
+    return DraftTree.of_shape(TreeShape.chain(depth), tokens_BN, "sampled_chain", probs_BNV)
 
 
 class Shifted(LogitsProcessor):
@@ -236,8 +230,14 @@ class Locked(Cycle):
 
 
 class LockedRows(Locked):
+    """Makes one for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
     def for_row(self, row):
-        assert 0 <= row < len(ROWS)
+        self.rows.append(row)
         return Locked()
 
 
@@ -247,7 +247,9 @@ def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(target40):
     assert continued(lm, ROWS[:1], logits_processor=[Locked()])[0] == expected[:1]
     with refused("Locked 4 for_row"):
         continued(lm, ROWS, logits_processor=[Locked()])
-    assert continued(lm, ROWS, logits_processor=[LockedRows()])[0] == expected
+    makes_rows = LockedRows()
+    assert continued(lm, ROWS, logits_processor=[makes_rows])[0] == expected
+    assert makes_rows.rows == [0, 1, 2, 3]
 
 
 def test_models_and_tokenizers_of_a_processor_are_not_copied(target40, tokenizer):
@@ -268,26 +270,6 @@ def test_models_and_tokenizers_of_a_processor_are_not_copied(target40, tokenizer
     models, tokenizers, tables = map(set, zip(*parts, strict=True))
     assert models == {id(target40.model)} and tokenizers == {id(tokenizer)}
     assert len(tables) == 2
-
-
-class Counting:
-    """A constraint whose allowed tokens depend on how often it was asked."""
-
-    def __init__(self):
-        self.lengths = []
-
-    def __call__(self, row, text):
-        self.lengths.append(len(text))
-        return [(7 * len(self.lengths) + step) % VOCAB for step in range(6)]
-
-
-def test_a_constraint_may_keep_a_state(target40):
-    theirs = Counting()
-    ours = Counting()
-    expected = written_alone(target40.model, ROWS[1], prefix_allowed_tokens_fn=theirs)
-    lm = SpeculativeLM(target40, Oracle(SHAPE, [expected], VOCAB, wrong=0.1))
-    assert continued(lm, [ROWS[1]], prefix_allowed_tokens_fn=ours)[0] == [expected]
-    assert ours.lengths == theirs.lengths
 
 
 def test_by_plain_generate_it_is_called_alike(target40):

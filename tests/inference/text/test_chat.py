@@ -29,6 +29,8 @@ TEMPLATES = {
     ),
 }
 
+SETTINGS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
+
 
 @pytest.mark.parametrize(
     ("name", "cleans"),
@@ -41,8 +43,7 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, monkeypatch, nam
         tokenizer = cleaning(tokenizer)
     tokenizer.chat_template = TEMPLATES[name]
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
-    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 257}
-    settings["eos_token_id"] = [257, 10]
+    settings = SETTINGS | {"max_new_tokens": 24, "eos_token_id": [257, 10]}
     chat = lm.chat(tokenizer, "be brief", **settings)
     read = calls_of(monkeypatch, target.engine, "read_chunk")
     for turn in range(4):
@@ -63,9 +64,6 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, monkeypatch, nam
 def test_a_tokenizer_without_a_template_is_refused(tiny_target):
     with refused("chat template"):
         SpeculativeLM(tiny_target()).chat(build_tokenizer(None))
-
-
-SETTINGS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
 
 
 def test_an_answer_that_is_left_is_not_recorded(tiny_target):

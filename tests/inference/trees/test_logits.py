@@ -213,24 +213,6 @@ def test_a_temperature_that_makes_scores_infinite_is_refused():
         TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-45)]), [0])
 
 
-def test_each_row_calls_its_own_processor_of_the_users():
-    called = []
-
-    class Numbered(LogitsProcessor):
-        def __init__(self, row=None):
-            self.row = row
-
-        def for_row(self, row):
-            return Numbered(row)
-
-        def __call__(self, input_ids, scores):
-            called.append(self.row)
-            return scores
-
-    tree_scores([Numbered()], torch.zeros(2, 6, V))
-    assert called == ACTIVE
-
-
 def test_a_processor_of_the_users_own_may_write_to_the_scores():
     class InPlace(LogitsProcessor):
         def __call__(self, input_ids, scores):

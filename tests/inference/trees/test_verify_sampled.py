@@ -155,15 +155,8 @@ class World:
     def tree(self):
         self.scores = self.at_nodes(self.target)
         tokens = [[0, *(row[path][-1] for path in self.shape.paths)] for row in self.rows]
-        return DraftTree(
-            tokens_BN=torch.tensor(tokens),
-            parents_BN=torch.tensor(self.shape.parents).expand(len(tokens), -1),
-            sizes_B=torch.full((len(tokens),), self.shape.size),
-            max_depth=self.shape.depth,
-            kind=self.kind,
-            draft_probs_BNV=self.at_nodes(self.draft),
-            shape=self.shape,
-        )
+        draft_probs_BNV = self.at_nodes(self.draft)
+        return DraftTree.of_shape(self.shape, torch.tensor(tokens), self.kind, draft_probs_BNV)
 
     def joint(self, mass):
         """The distribution of depth + 1 tokens, what is missing being written by the target."""
@@ -224,21 +217,18 @@ def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
     assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
 
 
-def test_drawn_trees_rank_the_rules(record_property):
-    """Mean tokens a round on the same trees: taking more of the draft into account never accepts
+def test_drawn_trees_rank_the_rules():
+    """Tokens a round on the same trees: taking more of the draft into account never accepts
     less."""
     for shapes, words in [
         (TREES, ("traversal", "without_replacement", "point_mass")),
         (CHAINS[1:], ("block", "token", "point_mass")),
     ]:
-        means = []
-        for word in words:
-            small = [shape for shape in shapes if len(shape) < 5]
-            worlds = [World(shape, 3, seed, []) for seed in range(3) for shape in small]
-            means.append(sum(here.mean(RULES[word].verify) for here in worlds) / len(worlds))
-        record_property(" ".join(words), means)
+        small = [shape for shape in shapes if len(shape) < 5]
+        worlds = [World(shape, 3, seed, []) for seed in range(3) for shape in small]
+        means = [sum(here.mean(RULES[word].verify) for here in worlds) for word in words]
         assert means == sorted(means, reverse=True)
-        assert means[0] > means[-1] + 0.01
+        assert means[0] > means[-1] + 0.01 * len(worlds)
 
 
 @pytest.mark.parametrize("word", ["without_replacement", "traversal"])
@@ -262,11 +252,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted(word):
     here.rows, here.weights = here.drawn_rows()
     assert here.mean(RULES[word].verify) == pytest.approx(3)
     assert here.error(RULES[word].verify) <= 1e-9
-
-
-def test_typical_acceptance_is_not_the_targets_distribution():
-    errors = [World([[0], [1]], 4, seed, []).error(RULES["typical"].verify) for seed in range(5)]
-    assert min(errors) > 0.01
 
 
 def test_typical_acceptance_takes_what_passes_the_threshold():
