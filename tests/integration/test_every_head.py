@@ -97,7 +97,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "eagle": {
         "plain": NOISELESS,
         "three steps": NOISELESS | STEPS_BEYOND | {"num_layers": 2, "num_key_value_heads": 1},
-        "as first published": NOISELESS | {"fc_bias": True},
+        "as first published": NOISELESS | {"fc_bias": True, "attention_bias": True},
     },
     "eagle3": {
         "plain": STEPS | {"feature_layers": [0, 1, -1]},
