@@ -132,11 +132,6 @@ def test_the_file_holds_whole_conversations_of_the_models_own(self_made, tokeniz
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
-def test_a_file_is_written_in_four_parts_at_least(self_made):
-    config = changed(self_made, conversations=8, batch_size=1)
-    assert selfmade.ConversationFile(config, None).at_once == 2
-
-
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(self_made, monkeypatch, tmp_path, thinking):
     asked = calls_of(monkeypatch, selfmade, "prompt_ids")
@@ -284,7 +279,6 @@ def test_a_file_that_lost_what_was_written_is_refused(begun, damage):
         rows_made(begun)
 
 
-# of all rounds: in prompts and answers of any batch
 class Rounds(RoundObserver):
     """Counts rounds, and asks to stop after one of them."""
 
