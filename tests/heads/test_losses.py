@@ -352,21 +352,6 @@ def test_evaluation_sees_the_same_figures_without_a_graph() -> None:
 # What carries a loss.
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("weights", ["decay", "d_pace"])
-@pytest.mark.parametrize("shape", [(2, 9), (1, 2), (1, 1)])
-def test_a_batch_without_positions_gives_no_loss_and_zero_gradients(
-    shape: tuple[int, int], weights: str, shared: bool
-) -> None:
-    """Every rank must hand every parameter a gradient, whatever its batch holds."""
-    problem = problem_of(torch.zeros(shape, dtype=torch.bool), drafted=9, shared=shared)
-    found = problem.solve(MIX, weights, ranks=3)
-    assert not any(figure.any() for figure in found)
-    found.loss.backward()
-    for leaf in problem.leaves():
-        assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
-
-
 def test_depths_that_no_position_reaches_give_zero_gradients() -> None:
     mask_BT = torch.tensor([[True, True, True, False] * 5])
     problem = problem_of(mask_BT, depths=4, shared=False)
