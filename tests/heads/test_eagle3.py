@@ -90,13 +90,6 @@ def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwi
         assert head.lm_head.weight.data_ptr() != deep_target.modules.lm_head.weight.data_ptr()
 
 
-def test_a_narrower_head_keeps_its_own_lm_head(deep_target: Target) -> None:
-    head = build_head("eagle3", NARROW, deep_target.info)
-    before = head.lm_head.weight.clone()
-    head.initialize(deep_target.modules, torch.ones(VOCAB))
-    assert torch.equal(head.lm_head.weight, before)
-
-
 @pytest.mark.parametrize(
     ("blocks", "layers"),
     [(4, (0, 1, 2)), (5, (0, 1, 3)), (6, (0, 2, 4)), (7, (1, 2, 3)), (30, (1, 14, 26))],

@@ -10,6 +10,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from helpers import random_ids
 from messages import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -97,7 +98,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "eagle": {
         "plain": NOISELESS,
         "three steps": NOISELESS | STEPS_BEYOND | {"num_layers": 2, "num_key_value_heads": 1},
-        "as first published": NOISELESS | {"fc_bias": True},
+        "as first published": NOISELESS | {"fc_bias": True, "attention_bias": True},
     },
     "eagle3": {
         "plain": STEPS | {"feature_layers": [0, 1, -1]},
@@ -161,10 +162,6 @@ def head_with_noise(name: str, options: dict[str, Any], target: Target) -> Draft
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
     return head
-
-
-def random_tokens(vocab: int, shape: tuple[int, int], seed: int) -> Tensor:
-    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def read_features(
@@ -232,7 +229,7 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, tiny_t
     """In chunks as where there is no fused kernel."""
     target = tiny_target(vocab_size=7, layers=3)
     head = head_with_noise(name, options, target)
-    features = read_features(target, head, random_tokens(7, (2, 13), seed=5))
+    features = read_features(target, head, random_ids(7, 2, 13, seed=5))
     plain = gradients(head, features)
     by_chunks = training_time_test.by_chunks
     monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", 40)
@@ -370,7 +367,7 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
     head = head_with_noise(name, options, target).train(training)
     mask_BT = torch.ones(3, TIME, dtype=torch.bool)
     mask_BT[2, 8:11] = False  # two answers in one row
-    features = read_features(target, head, random_tokens(11, (3, TIME), seed=7), mask_BT)
+    features = read_features(target, head, random_ids(11, 3, TIME, seed=7), mask_BT)
     trained = training_logits(head, features, monkeypatch)
     depths = {depth for *_, depth in trained}
     every_depth = 1 if name == "eagle" else head.max_depth
@@ -397,7 +394,7 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
     """Processes that train together wait for each other's gradients."""
     target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
     head = head_with_noise(name, options, target).train()
-    tokens_BT = random_tokens(11, (2, 12), seed=8)
+    tokens_BT = random_ids(11, 2, 12, seed=8)
     answer_BT = torch.ones(2, 12, dtype=torch.bool)
     for tokens, mask, learns in [
         (tokens_BT, answer_BT, True),
@@ -430,7 +427,7 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
     state = head.state_dict()
     assert list(loaded.state_dict()) == list(state)
     torch.testing.assert_close(loaded.state_dict(), state, rtol=0, atol=0)
-    features = read_features(target, head, random_tokens(11, (3, TIME), seed=9))
+    features = read_features(target, head, random_ids(11, 3, TIME, seed=9))
     drafts, again = (
         dict(decoding_logits(one, features, *SCHEDULES["rows part"]))
         for one in (head, loaded.eval())
@@ -461,7 +458,7 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
 def test_the_state_of_the_last_token_changes_no_gradient(name, options, tiny_target):
     target = tiny_target(vocab_size=6, layers=4)
     head = head_with_noise(name, options, target)
-    tokens_BT = random_tokens(6, (2, 12), seed=2)
+    tokens_BT = random_ids(6, 2, 12, seed=2)
     features = read_features(target, head, tokens_BT, torch.arange(12).expand(2, -1) >= 4)
     torch.manual_seed(0)
     expected = gradients(head, features)

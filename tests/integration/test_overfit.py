@@ -67,8 +67,7 @@ def knowing() -> Target:
         optimizer.zero_grad()
     target = Target(model)
     for tokens_T, length in zip(BATCH.tokens_BT, PROMPTS):
-        settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}
-        written = written_alone(model, tokens_T[:length], **settings)
+        written = written_alone(model, tokens_T[:length], max_new_tokens=ANSWER)
         assert written == tokens_T[length : length + ANSWER].tolist()
     return target
 

@@ -66,6 +66,9 @@ def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
     head, _ = saved_random_head("eagle", tmp_path / "head")
     head.metadata = CheckpointMetadata(tree="chain:3")
     assert hub.url in push_head(head, "me/head", token="hf_x", private=True)
+    assert hub.private == {"me/head"}
+    with refused("'me/head'"):
+        load_head("me/head")
     found, metadata = load_head("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
     assert same(found, head) and found.metadata == metadata == head.metadata
     save_head(found, tmp_path / "copy")
@@ -85,15 +88,6 @@ def test_what_is_in_the_cache_is_enough_offline(
     assert same(load_head("me/head")[0], pushed_head[0])
     with refused("cache Hub"):
         load_head("me/other")
-
-
-def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
-    head, folder = saved_random_head("medusa", tmp_path / "head")
-    push_folder(folder, "me/head", private=True, token="hf_x")
-    assert hub.private == {"me/head"}
-    with refused("'me/head'"):
-        load_head("me/head")
-    assert same(load_head("me/head", token="hf_x")[0], head)
 
 
 def test_what_is_not_there_is_named(pushed_head: tuple[DraftHead, Path]) -> None:

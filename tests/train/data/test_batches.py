@@ -57,15 +57,6 @@ def test_every_conversation_comes_exactly_once_an_epoch(count, pack):
         assert pack or all(len(row) == 1 for rows in steps for row in rows)
 
 
-def test_epochs_put_other_conversations_together_and_short_ones_do_not_come_first():
-    first, second = (
-        {frozenset(conversations_in(rows)) for rows in steps_of(epoch=epoch)} for epoch in range(2)
-    )
-    assert first != second
-    means = [sum(LENGTHS[i] for i in conversations_in(rows)) / len(rows) for rows in steps_of()]
-    assert means != sorted(means)
-
-
 def test_a_step_holds_conversations_of_similar_length():
     def padding(steps):
         return sum(max(LENGTHS[i] for i in step) * len(step) for step in steps) - sum(LENGTHS)

@@ -6,14 +6,13 @@ import itertools
 
 import pytest
 import torch
+from helpers import CHATML
 from messages import lacking, refused
-from templates import CHATML, Family, tokenizer_of
+from templates import Family, tokenizer_of
 from tokenizers import processors
 
 from headstart.inference.text.chat_template import (
-    check_tokenizer,
     data_origin,
-    prompt_ids,
     render,
     variables_read,
     warn_of_unread_variables,
@@ -21,19 +20,6 @@ from headstart.inference.text.chat_template import (
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, encode
 from headstart.train.data.split import split_held_out
-
-CONVERSATIONS = {
-    "several turns": [
-        ("user", "one"),
-        ("assistant", "the first answer"),
-        ("user", "the first answer"),
-        ("assistant", "b"),
-        ("user", "three"),
-        ("assistant", "assistant\nuser\n\nline"),
-    ],
-    "beyond ASCII": [("user", "größe 🎈"), ("assistant", "né 🎈🎈 日本")],
-    "open end": [("user", "one"), ("assistant", "first"), ("user", "and now?")],
-}
 
 
 def tokenizer_with(template, end="<|im_end|>"):
@@ -57,19 +43,6 @@ def answers_in(example, tokenizer):
         for own, run in itertools.groupby(pairs, lambda p: p[1])
         if own
     ]
-
-
-@pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_the_loss_mask_covers_exactly_what_the_assistant_writes(turns):
-    tokenizer = tokenizer_with(CHATML)
-    (example,) = sequences_of(turns, tokenizer)
-    expected = [text + "<|im_end|>" for role, text in turns if role == "assistant"]
-    assert answers_in(example, tokenizer) == expected
-    messages = conversation(turns)["messages"]
-    while messages[-1]["role"] != "assistant":
-        messages.pop()
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert tokenizer.decode(example.tokens) == whole
 
 
 def test_a_generation_prompt_that_ends_in_a_space_is_no_answer_even_if_offsets_leave_spaces_out():
@@ -121,19 +94,6 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_
         sequences_of([("user", "hi"), ("assistant", "yo")], tokenizer_with(template))
 
 
-@pytest.mark.parametrize(
-    ("template", "turns"),
-    [
-        (CHATML, [("assistant", "I start")]),
-        ("{{ raise_exception('roles must alternate') }}", [("user", "hi"), ("assistant", "yo")]),
-    ],
-    ids=["no turn before the answer", "the template raises"],
-)
-def test_a_conversation_that_the_template_refuses_is_a_users_error(template, turns):
-    with refused("template"):
-        sequences_of(turns, tokenizer_with(template))
-
-
 @pytest.mark.parametrize("template", ["{{ m['content'] }}", "{{ m['content'] | trim }}"])
 def test_null_content_is_never_the_word_none_and_tools_reach_the_template(template):
     template = "{{ tools[0]['name'] }}{% for m in messages %}<{{ m['role'] }}>" + template
@@ -147,25 +107,8 @@ def test_null_content_is_never_the_word_none_and_tools_reach_the_template(templa
     assert answers_in(example, tokenizer) == ["add</s>"]
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_by_name(tokenizer):
-    check_tokenizer(tokenizer, "good")
-    with refused("'some/model'"):
-        check_tokenizer(tokenizer_with(None), "some/model")
-
-
 EFFORT = "{% if effort is defined %}<effort {{ effort }}>{% endif %}" + CHATML
 """A template with an option of its own."""
-
-
-def test_variables_of_the_template_reach_prompts_and_sequences():
-    tokenizer = tokenizer_with(EFFORT)
-    row = conversation([("user", "hi"), ("assistant", "yo")])
-    variables = {"effort": "high"}
-    prompt = prompt_ids(tokenizer, row["messages"][:1], template_kwargs=variables)[0].tolist()
-    assert tokenizer.decode(prompt).startswith("<effort high>")
-    (example,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), 100, None, variables)
-    assert example.tokens[: len(prompt)] == prompt
-    assert example.loss_mask.index(True) == len(prompt)
 
 
 def test_the_origin_of_data_names_each_variable_once():

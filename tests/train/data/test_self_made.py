@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Ended, calls_of
+from helpers import calls_of
 from messages import lacking, refused
 from runs import Killed, changed, rows_of, write_prompts, write_rows
 
@@ -132,11 +132,6 @@ def test_the_file_holds_whole_conversations_of_the_models_own(self_made, tokeniz
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
-def test_a_file_is_written_in_four_parts_at_least(self_made):
-    config = changed(self_made, conversations=8, batch_size=1)
-    assert selfmade.ConversationFile(config, None).at_once == 2
-
-
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(self_made, monkeypatch, tmp_path, thinking):
     asked = calls_of(monkeypatch, selfmade, "prompt_ids")
@@ -150,13 +145,6 @@ def test_thinking_is_for_the_template_of_every_turn(self_made, monkeypatch, tmp_
     )
     # before the model is loaded, and for each turn
     assert [given[2:4] for given in asked] == [(thinking, {"effort": "high"})] * 3
-
-
-def test_observers_watch_the_generations(self_made):
-    ended = Ended()
-    rows = rows_of(make_conversations(self_made, [ended]))
-    tokens = sum(stats.tokens for stats in ended.stats)
-    assert tokens >= sum(row["tokens"] - 1 for row in rows) > 0  # each prefill's token is left out
 
 
 def test_a_seed_decides_the_file_and_no_batch_of_it_is_one_of_another(self_made):
@@ -284,7 +272,6 @@ def test_a_file_that_lost_what_was_written_is_refused(begun, damage):
         rows_made(begun)
 
 
-# of all rounds: in prompts and answers of any batch
 class Rounds(RoundObserver):
     """Counts rounds, and asks to stop after one of them."""
 

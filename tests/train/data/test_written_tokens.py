@@ -27,7 +27,7 @@ def messages_of(
     family: Family, turns: list[Turn], form: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A conversation, and what the model wrote at each of its turns; `form` says how answers hold
-    their reasoning."""
+    their reasoning, whether there is a system prompt, and whether a user has the last word."""
     messages: list[dict[str, Any]] = []
     if form != "no system":
         messages.append({"role": "system", "content": "add the numbers"})
@@ -55,6 +55,8 @@ def messages_of(
             messages.append({"role": "tool", "content": "3", "tool_call_id": CALL["id"]})
     if messages[-1]["role"] == "tool":
         messages.pop()
+    if form == "open end":
+        messages.append({"role": "user", "content": "and now?"})
     return messages, written
 
 
@@ -68,10 +70,18 @@ def asked(answer: str) -> list[dict[str, Any]]:
 SHAPES: dict[str, list[Turn]] = {
     "one turn": [(CONTENT, False)],
     "three turns": [("one", False), (CONTENT, False), ("three\n\nthree", False)],
+    "beyond ASCII": [("né 🎈🎈 日本", False)],
     "a tool": [("", True), (CONTENT, False)],
     "a turn, then a tool": [(CONTENT, False), ("", True), ("three", False)],
 }
-FORMS = ("apart", "no system", "tags", "tag of the prompt left out", "arguments as text")
+FORMS = (
+    "apart",
+    "no system",
+    "open end",
+    "tags",
+    "tag of the prompt left out",
+    "arguments as text",
+)
 
 
 def fitting_cases() -> list[tuple[str, str, str]]:
