@@ -13,12 +13,11 @@ import pytest
 import torch
 from json_server import JsonServer
 from messages import refused
-from runs import evaluations_of, last_weights, log_of, random_examples
+from runs import assert_same_weights, evaluations_of, log_of, random_examples
 from safetensors.torch import save_file
 
 from headstart.addons.openai_client import OpenAIClient
 from headstart.addons.serve import state_server
-from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, training_source
 from headstart.addons.serve.state_files import ServerLayers
 from headstart.addons.serve.state_server import StateServer
 from headstart.heads import build_head
@@ -27,7 +26,6 @@ from headstart.inference.outer_modules import OuterTarget
 from headstart.train.data.batches import collate
 from headstart.train.features.online import online_features
 from headstart.train.features.stored import StoredFeatures
-from headstart.train.loop import train
 
 GIVEN = [2, 1]
 """What leaves the last of two blocks, and the input of block 1."""
@@ -153,11 +151,9 @@ def test_an_answer_and_its_states_are_those_of_greedy_decoding(served, outer, ex
     assert states_TLD.shape == (len(text_T), 2, 32)
 
 
-def spoilt(**changes):
-    return lambda tensors: {
-        **tensors,
-        **{name: change(tensors[name]) for name, change in changes.items()},
-    }
+def spoilt(name, change):
+    """Changes a tensor of the server's files."""
+    return {"change": lambda tensors: {**tensors, name: change(tensors[name]).contiguous()}}
 
 
 @pytest.mark.parametrize(
@@ -165,21 +161,8 @@ def spoilt(**changes):
     [
         ({"names": ["other/model"]}, "'other/model'"),
         ({"states": False}, "--speculative-config"),
-        (
-            {"change": spoilt(hidden_states=lambda states: states[:, :1].clone())},
-            "hidden_states [8 1 32]",
-        ),
-        (
-            {"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())},
-            "features.server token",
-        ),
-        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "NaN"),
-        ({"change": spoilt(token_ids=lambda tokens: (tokens + 1) % 258)}, "states tokens"),
-        ({"change": spoilt(token_ids=lambda tokens: tokens + 300)}, "made tokenizer"),
-        (
-            {"change": spoilt(hidden_states=lambda states: states[:-1].clone())},
-            "hidden_states [7 2 32]",
-        ),
+        (spoilt("hidden_states", lambda states: states.flip(1)), "features.server token"),
+        (spoilt("token_ids", lambda tokens: (tokens + 1) % 258), "states tokens"),
     ],
 )
 def test_a_server_of_something_else_is_refused_by_name(served, outer, examples, fault, message):
@@ -237,7 +220,6 @@ def with_path(named):
         (with_choice(token_ids=[10**6]), "token_ids"),
         (with_choice(token_ids=[-1]), "token_ids"),
         (with_choice(token_ids=["5"]), "token_ids"),
-        (with_choice(token_ids=[10**400]), "token_ids"),
         (with_choice(logprobs=None), "log-probabilities"),
         (with_choice(logprobs={"token_logprobs": [float("nan")]}), "log-probabilities"),
         (with_choice(logprobs={"token_logprobs": [-(10**400)]}), "log-probabilities"),
@@ -317,56 +299,15 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, exam
         dead.states(torch.tensor(examples[0].tokens), 0)
 
 
-def run_on(config, served, **features):
-    given = {
-        "mode": "served",
-        "server": served.url,
-        "server_layers": GIVEN,
-        "server_folder": str(served.folder),
-        **features,
-    }
-    head = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
-    options = {**vars(config), "head": head, "features": ServedFeaturesConfig(**given)}
-    return ServedTrainConfig(**options)
-
-
-def train_served(config):
-    run_config, source = training_source(config)
-    return train(run_config, source=source)
-
-
 def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(
-    short, served, changed, monkeypatch
+    served_run, served, train_served, train_with_target, monkeypatch
 ):
-    config = run_on(short, served)
-    online = dataclasses.replace(
-        config, output=short.output + "-online", features=ServedFeaturesConfig()
-    )
-    wanted = last_weights(train(online))
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "load", None)
-        folder = train_served(config)
-    found = last_weights(folder)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0, msg=name)
-    ours, theirs = evaluations_of(folder), evaluations_of(folder.parent / "run-online")
+    where = {"server": served.url, "server_folder": str(served.folder)}
+    config = served_run(mode="served", server_layers=GIVEN, **where)
+    online = train_with_target(config)
+    monkeypatch.setattr(Target, "load", None)
+    folder = train_served(config)
+    assert_same_weights(folder, online, atol=2e-5)
+    ours, theirs = evaluations_of(folder), evaluations_of(online)
     assert [row["eval"] for row in ours] == [row["eval"] for row in theirs]
     assert all(row["step_seconds"]["data"] > 0 for row in log_of(folder) if "loss" in row)
-
-
-def test_a_server_that_dies_is_told_in_the_process_of_the_user(
-    short, served, changed, monkeypatch, caplog
-):
-    monkeypatch.setattr(state_server, "PAUSE", 0.01)
-    config = changed(run_on(short, served, server_seconds=0.5), loop={"max_steps": 40})
-    answer = served.answer
-
-    def dies(body, number):
-        if number > 15:
-            served.fail = 10**6
-        return answer(body, number)
-
-    monkeypatch.setattr(served, "answer", dies)
-    with refused("conversation features.server 0.5 resumes"):
-        train_served(config)
