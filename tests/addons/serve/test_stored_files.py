@@ -119,8 +119,9 @@ def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker
 ):
     path = file_of(files, inputs_of(files).training[3])
     cut(path)
-    with refused(f"{path}"):
+    with refused(f"{path}") as caught:
         train_served(changed(files, data={"workers": 1}))
+    assert "\n" not in str(caught.value)
 
 
 def copying(files, folder):
