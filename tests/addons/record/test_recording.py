@@ -176,9 +176,10 @@ def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, 
     assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7]
 
 
-def test_a_conversation_goes_on_when_recording_is_switched(target, tokenizer, tmp_path):
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "plain"])
+def test_a_conversation_goes_on_when_recording_is_switched(target, tokenizer, tmp_path, drafter):
     """What was read without recording has no states: the turn is left out, and counted."""
-    lm, again = model_with(target, "eagle3"), model_with(target, "eagle3")
+    lm, again = model_with(target, drafter), model_with(target, drafter)
     past, other_past = Conversation(), Conversation()
     text_1T = prompts(1)["inputs"]
     for turn in range(6):
