@@ -262,16 +262,6 @@ def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
         traced(lm, prompt, None)
 
 
-def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tokenizer, prompt):
-    target = tiny_target(seed=1)
-    truths = generated(SpeculativeLM(target), prompt).sequences[:, prompt.shape[1] :].tolist()
-    lm = SpeculativeLM(target, tools.Oracle(tools.TreeShape.chain(4), truths, 258, 0.0))
-    output, data = traced(lm, prompt, tokenizer, max_new_tokens=8)
-    assert [found["emitted"] for found in data["rounds"]] == [5, 2] and len(data["output"]) == 8
-    assert data["stats"]["tokens"] == output.stats.tokens == 7
-    assert [each["d"] for each in data["output"]] == [0, 1, 2, 3, 4, 0, 1, 2]
-
-
 def test_a_round_that_is_repeated_without_drafts_is_recorded_so(
     tools, tiny_target, tokenizer, prompt
 ):
