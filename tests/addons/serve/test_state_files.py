@@ -45,14 +45,10 @@ def served(target, examples, tmp_path):
     folder.mkdir()
     seen = []
     assert target.first_block_index == 1  # found by forwards of its own, once
+    modules = (*target.modules.blocks[1:], target.modules.norm)
     hooks = [
-        target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    ]
-    hooks += [
-        block.register_forward_pre_hook(
-            lambda module, given, **_: seen.append(given[0]), with_kwargs=False
-        )
-        for block in target.modules.blocks[1:]
+        module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        for module in modules
     ]
     for number, example in enumerate(examples):
         seen.clear()
@@ -70,10 +66,8 @@ def served(target, examples, tmp_path):
 
 @pytest.fixture
 def source(target, head, tmp_path):
-    cache = FeatureCache(
-        tmp_path / "cache", {"target": "tiny", "layers": [0, 1, -1], "format": "float32"}
-    )
-    return CachedFeatures(target, head, cache)
+    manifest = {"target": "tiny", "layers": [0, 1, -1], "format": "float32"}
+    return CachedFeatures(target, head, FeatureCache(tmp_path / "cache", manifest))
 
 
 def take(source, target, examples, folder, layers=LAYERS):
@@ -91,9 +85,8 @@ def test_they_are_the_targets_own(target, head, source, examples, served, monkey
     found = source(batch)
     for row, place in batch.places():
         for name in ("features_BTF", "last_BTD"):
-            torch.testing.assert_close(
-                getattr(found, name)[row, place], getattr(wanted, name)[row, place]
-            )
+            states_BTF, expected_BTF = getattr(found, name), getattr(wanted, name)
+            torch.testing.assert_close(states_BTF[row, place], expected_BTF[row, place])
     assert take(source, target, examples, served) == 0, "what is there is not taken again"
 
 

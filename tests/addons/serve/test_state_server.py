@@ -34,9 +34,9 @@ GIVEN = [2, 1]
 class Served(JsonServer):
     """A stand-in for vLLM's extract_hidden_states, which computes with the target itself."""
 
-    def __init__(self, target, folder, given=GIVEN):
+    def __init__(self, target, folder):
         super().__init__()
-        self.target, self.folder, self.given = target, folder, given
+        self.target, self.folder = target, folder
         self.names = [target.name]
         self.requests = 0
         self.fail = 0  # this many requests
@@ -69,22 +69,18 @@ class Served(JsonServer):
                 logits_V = self.target.model(torch.tensor([tokens])).logits[0, -1].float()
                 tokens.append(int(logits_V.argmax()))
                 logprobs.append(float(logits_V.log_softmax(-1).max()))
-            read = (
-                tokens[:-1]
-                if body["kv_transfer_params"]["include_output_tokens"]
-                else body["prompt"]
-            )
-            streams = {}
+            read = body["prompt"]
+            if body["kv_transfer_params"]["include_output_tokens"]:
+                read = tokens[:-1]
+            streams = []
             hooks = [
-                block.register_forward_hook(
-                    lambda module, given, output, n=n: streams.update({n + 1: first(output)[0]})
-                )
-                for n, block in enumerate(self.target.modules.blocks)
+                block.register_forward_hook(lambda *given: streams.append(first(given[-1])[0]))
+                for block in self.target.modules.blocks
             ]
             self.target.model(torch.tensor([read]))
             for hook in hooks:
                 hook.remove()
-        states = torch.stack([streams[layer] for layer in self.given], 1)
+        states = torch.stack([streams[layer - 1] for layer in GIVEN], 1)
         path = self.folder / f"cmpl-{number}.safetensors"
         save_file(self.change({"token_ids": torch.tensor(read), "hidden_states": states}), path)
         new = {"token_ids": tokens[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
@@ -116,9 +112,9 @@ def examples():
     return random_examples(4, 258)
 
 
-def source_of(served, outer, layers=(0, -1), given=GIVEN, **options):
+def source_of(served, outer, **options):
     options = {"model": None, "seconds": 20.0, "folder": served.folder, **options}
-    return StateServer(served.url, ServerLayers.of(given, layers, outer.info), **options)
+    return StateServer(served.url, ServerLayers.of(GIVEN, (0, -1), outer.info), **options)
 
 
 def connect(served, outer, examples, **options):
@@ -134,9 +130,8 @@ def test_its_states_are_the_targets_own_and_its_files_are_removed(served, outer,
         wanted = online_features(served.target, head, batch)
         for row, place in batch.places():
             for name in ("features_BTF", "last_BTD"):
-                torch.testing.assert_close(
-                    getattr(found, name)[row, place], getattr(wanted, name)[row, place]
-                )
+                states_BTF, expected_BTF = getattr(found, name), getattr(wanted, name)
+                torch.testing.assert_close(states_BTF[row, place], expected_BTF[row, place])
     assert served.requests == 1 + 2 * len(examples)
     assert list(served.folder.iterdir()) == []
 
