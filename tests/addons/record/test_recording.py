@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import EachRound, build_model, build_tokenizer, other_model
 from messages import lacking, refused, warned
-from recordings import SETTINGS
+from recordings import SETTINGS, check_states, rows_and_states
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.record import record, recording
@@ -24,13 +24,7 @@ from headstart.addons.record.folder import HEADER_BYTES, AnswerMarks, RecordedFo
 from headstart.files import text_shards
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, feature_cache
-from headstart.inference.feature_cache import (
-    FeatureCache,
-    cache_manifest,
-    decoded,
-    key_of,
-    text_row,
-)
+from headstart.inference.feature_cache import cache_manifest, text_row
 
 HEADS = {"medusa": {}, "hydra": {}, "eagle": {}, "eagle3": {"feature_layers": [0, -1]}}
 """Heads with one layer, the last one, and with several."""
@@ -76,23 +70,6 @@ def greedy(new_tokens=8):
 def sampling(new_tokens=8, temperature=0.8):
     settings = {**greedy(new_tokens), "do_sample": True, "temperature": temperature}
     return {**settings, "generator": torch.Generator().manual_seed(3)}
-
-
-def check_states(target, folder, atol=1e-5):
-    """Every recorded state is the target's own; the last of a text may be missing. Returns the
-    rows."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    cache = FeatureCache(folder, manifest)
-    rows = [text_row(path) for path in text_shards(folder)]
-    for row in rows:
-        tokens_T = torch.tensor(row["input_ids"])
-        states_TLD = decoded(*cache.stored(key_of(tokens_T)))
-        expected_1TF, _ = target.read(tokens_T[None], cache.layers)
-        found_TF = states_TLD.flatten(1).to(expected_1TF.dtype)
-        torch.testing.assert_close(found_TF[:-1], expected_1TF[0, :-1], atol=atol, rtol=0)
-        if found_TF[-1].any():
-            torch.testing.assert_close(found_TF[-1], expected_1TF[0, -1], atol=atol, rtol=0)
-    return rows
 
 
 def answers_of(rows):
@@ -536,13 +513,11 @@ def writers(folder, limit, counts):
 
 def all_readable(folder):
     """Every recorded answer can be read, and has its own states."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    cache = FeatureCache(folder, manifest)
-    rows = [text_row(path) for path in text_shards(folder)]
-    for row in rows:
+    rows = []
+    for row, states_TLD in rows_and_states(folder):
         number, step = row["input_ids"][:2]
-        states, _ = cache.stored(key_of(torch.tensor(row["input_ids"])))
-        assert torch.equal(states, torch.full((4, 1, 8), float(1000 * number + step)))
+        assert torch.equal(states_TLD, torch.full((4, 1, 8), float(1000 * number + step)))
+        rows.append(row)
     return rows
 
 
