@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import runs
 import torch
+from helpers import changed_json, saved_head, write_files
 from messages import lacking, refused
 from recordings import ANSWERS
 
@@ -21,7 +22,6 @@ from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.feature_cache import text_row
-from headstart.scripts.__main__ import COMMANDS
 
 
 def ids_of(rows):
@@ -42,7 +42,7 @@ def prompt_of(row):
 
 
 def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_path, monkeypatch):
-    config = dataclasses.replace(config, replay=str(begun / "older"), replay_share=0.4, steps=150)
+    config = replace(config, replay=str(begun / "older"), replay_share=0.4, steps=150)
     monkeypatch.setattr(Target, "load", None)
     folder = adapt(config)
     assert folder == tmp_path / "new" / "best"
@@ -50,9 +50,8 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     assert f"Taken: {folder}" in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == ["| all", "| count to", "| say", "| (replayed)"]
-    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1]), (
-        "all recorded answers, without those that are replayed"
-    )
+    # all recorded answers, without those that are replayed
+    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1])
     assert float(rows[0][3]) > float(rows[0][2])
     metadata = load_head(folder)[1]
     assert metadata.training["config"]["init_from"] == config.head
@@ -69,18 +68,17 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     assert 4 <= len(older) == ANSWERS - len(replay), "about a fifth of them"
     assert adapt(config) == folder, "what is finished is found"
     with refused("recorded older"):
-        adapt(dataclasses.replace(config, recorded=str(begun / "older")))
+        adapt(replace(config, recorded=str(begun / "older")))
 
 
 def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_path, capsys):
     """Else it would forget a little more with each of them."""
     first = tmp_path / "first head"
     shutil.copytree(begun / "head", first)
-    once = dataclasses.replace(config, head=str(first), steps=2)
+    once = replace(config, head=str(first), steps=2)
     adapt(once)
-    again = dataclasses.replace(
-        once, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
-    )
+    head = str(tmp_path / "new" / "new")
+    again = replace(once, head=head, output=str(tmp_path / "again"))
     adapt(again)
     trained, _ = load_head(tmp_path / "again" / "training" / "best")
     new, metadata = load_head(tmp_path / "again" / "new")
@@ -91,26 +89,25 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
     capsys.readouterr()
 
     shutil.rmtree(first)
-    adapt(dataclasses.replace(again, output=str(tmp_path / "lost")))
+    adapt(replace(again, output=str(tmp_path / "lost")))
     assert "which cannot be read" in " ".join(capsys.readouterr().out.split())
     with refused("first head"):
-        adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
+        adapt(replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
 def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(
     config, begun, taught, tmp_path, capsys
 ):
     target = Target.from_pretrained(str(taught), torch.float32)
-    other = build_head("medusa", {"num_heads": 3}, target.info)
-    save_head(other, tmp_path / "other", CheckpointMetadata())
+    saved_head(tmp_path / "other", target, num_heads=3)
     with refused("kind target options"):
-        adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
+        adapt(replace(config, first=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
     head, _ = load_head(begun / "head")
     metadata = CheckpointMetadata(training={"first_head": str(tmp_path / "other")})
     save_head(head, tmp_path / "told", metadata)
     (tmp_path / "adapt.lock").touch()
-    adapt(dataclasses.replace(config, head=str(tmp_path / "told"), steps=2))
+    adapt(replace(config, head=str(tmp_path / "told"), steps=2))
     assert "other', which cannot be read" in " ".join(capsys.readouterr().out.split())
 
 
@@ -122,7 +119,7 @@ def test_a_name_in_a_strangers_checkpoint_is_not_opened(
 ):
     head, _ = load_head(begun / "head")
     save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": named}))
-    config = dataclasses.replace(config, head=str(tmp_path / "told"))
+    config = replace(config, head=str(tmp_path / "told"))
     old, metadata = load_head(config.head)
     monkeypatch.setattr(adapting, "load_head", None)
     assert adapting.first_head(config, old, metadata) == (config.head, old)
@@ -130,28 +127,24 @@ def test_a_name_in_a_strangers_checkpoint_is_not_opened(
 
 
 def test_nothing_that_others_wrote_is_removed_from_the_output_folder(config, tmp_path):
+    config = replace(config, recorded=str(tmp_path / "nothing"))
     output = tmp_path / "new"
-    kept = [
-        output / ".film.mkv.partial",
-        output / ".thesis.json.partial",
-        output / "deep" / ".adapt.json.12.0123abcd.partial",
-        output / ".x.partial",
-        output / ".costs.json.partial.0.abc.partial",
-    ]
-    for path in kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    kept[3].unlink()
-    kept[3].mkdir()
-    left = output / "recorded" / "states" / ".manifest.json.12.0123abcd.partial"
-    with refused("nothing answers"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.touch()
+    names = (
+        ".film.mkv.partial",
+        ".thesis.json.partial",
+        "deep/.adapt.json.12.0123abcd.partial",
+        ".costs.json.partial.0.abc.partial",
+    )
+    write_files(output, dict.fromkeys(names, ""))
+    (output / ".x.partial").mkdir()
+    with refused("nothing' headstart --record"):
+        adapt(config)
+    left = "recorded/states/.manifest.json.12.0123abcd.partial"
+    write_files(output, {left: ""})
     with refused("recorded answers"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
-    assert all(path.exists() for path in kept)
-    assert not left.exists()
+        adapt(config)
+    assert all((output / name).exists() for name in (*names, ".x.partial"))
+    assert not (output / left).exists()
 
 
 @pytest.mark.parametrize("name", ["recorded", "training", "new", "adapt.json", "report.md"])
@@ -167,22 +160,17 @@ def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path, ca
     """Such as a policy that was trained in memory, under its first name, and saved for `adapt`."""
     saved = tmp_path / "saved policy"
     shutil.copytree(taught, saved)
-    renamed = dataclasses.replace(config, target=str(saved), steps=2)
+    renamed = replace(config, target=str(saved), steps=2)
     adapt(renamed)
     assert (tmp_path / "new" / "report.md").exists()
-    adapt(
-        dataclasses.replace(
-            renamed, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
-        )
-    )
-    assert "cannot be read" not in capsys.readouterr().out, (
-        "the first head is that of the other name"
-    )
+    head = str(tmp_path / "new" / "new")
+    adapt(replace(renamed, head=head, output=str(tmp_path / "again")))
+    assert "cannot be read" not in capsys.readouterr().out
     assert load_head(tmp_path / "again" / "new")[1].training["first_head"] == config.head
 
 
 def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path):
-    same = dataclasses.replace(config, steps=1, lr=1e-12)
+    same = replace(config, steps=1, lr=1e-12)
     assert adapt(same) is None
     report = (tmp_path / "new" / "report.md").read_text()
     assert not lacking(report, "Not taken: difference +0.00")
@@ -190,21 +178,18 @@ def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path):
 
 
 def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
-    with refused("nothing' headstart --record"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
     few = tmp_path / "few"
     shutil.copytree(begun / "recorded", few)
     for path in text_shards(few)[:-5]:
         path.unlink()
     with refused("5 32"):
-        adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
-    manifest = json.loads((few / "manifest.json").read_text())
-    (few / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
+        adapt(replace(config, recorded=str(few), output=str(tmp_path / "2")))
+    with changed_json(few / "manifest.json") as manifest:
+        manifest["tokenizer"] = "another"
     with refused("tokenizer 'another'"):
-        adapt(dataclasses.replace(config, replay=str(few), output=str(tmp_path / "3")))
+        adapt(replace(config, replay=str(few), output=str(tmp_path / "3")))
     with refused("held_out 1 1.5"):
-        dataclasses.replace(config, held_out=1.5)
-    assert "adapt" in COMMANDS
+        replace(config, held_out=1.5)
 
 
 def test_a_stopped_run_resumes_although_its_answers_have_given_way(
@@ -212,7 +197,7 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(
 ):
     copied = tmp_path / "copied"
     shutil.copytree(begun / "recorded", copied)
-    config = dataclasses.replace(config, recorded=str(copied), steps=12)
+    config = replace(config, recorded=str(copied), steps=12)
     stopped_at(5, config, run=adapt)
     for path in text_shards(copied):
         path.unlink()
@@ -230,7 +215,7 @@ def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught
     head.initialize(target.modules, counts_V)
     save_head(head, tmp_path / "narrow", CheckpointMetadata())
     assert not used & set(head.vocabulary().tolist())
-    adapt(dataclasses.replace(config, head=str(tmp_path / "narrow")))
+    adapt(replace(config, head=str(tmp_path / "narrow")))
     new, _ = load_head(tmp_path / "new" / "training" / "last")
     learned = answer_tokens(runs.rows_of(tmp_path / "new" / "recorded" / "training.jsonl"))
     before = set(head.vocabulary().tolist())
@@ -248,7 +233,7 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     rows = conversations_file.read_text().splitlines()
     given = tmp_path / "first.jsonl"
     runs.write_rows(given, [*rows[:9], {"messages": [{"role": "nobody", "content": ""}]}])
-    config = dataclasses.replace(config, replay=str(given), replay_share=0.4, steps=6)
+    config = replace(config, replay=str(given), replay_share=0.4, steps=6)
     adapt(config)
     folder = tmp_path / "new" / "recorded"
     replayed = runs.rows_of(folder / "conversations.jsonl")
@@ -261,12 +246,10 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     shards = set((folder / "states").glob("*.safetensors")) - set(text_shards(folder / "states"))
     assert shards, "their states are in the folder"
     run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
-    assert run["features"]["mode"] == "stored", (
-        "the target's blocks are loaded for their states alone"
-    )
-    assert run["data"]["weights"][1] == pytest.approx(
-        0.4 / 0.6 * len(runs.rows_of(folder / "training.jsonl")) / len(replayed)
-    )
+    # the target's blocks are loaded for their states alone
+    assert run["features"]["mode"] == "stored"
+    weight = 0.4 / 0.6 * len(runs.rows_of(folder / "training.jsonl")) / len(replayed)
+    assert run["data"]["weights"][1] == pytest.approx(weight)
     given.unlink()
     adapt(config)  # what was taken is kept
 
@@ -288,7 +271,7 @@ def test_what_a_series_has_replayed_is_never_judged_on(config, prepared, tmp_pat
             rows.append({"messages": [question, answer]})
         replay = runs.write_rows(tmp_path / "first.jsonl", rows)
         output = str(tmp_path / f"{steps}-{size}")
-        folder = prepared(dataclasses.replace(config, replay=replay, steps=steps, output=output))
+        folder = prepared(replace(config, replay=replay, steps=steps, output=output))
         learned |= numbers(folder / "conversations.jsonl")
         judged |= numbers(folder / "judged.jsonl")
     assert not learned & judged
@@ -298,7 +281,7 @@ def test_what_a_series_has_replayed_is_never_judged_on(config, prepared, tmp_pat
 def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     def replaying(replay):
         output = str(tmp_path / "refused")
-        adapt(dataclasses.replace(config, replay=str(replay), output=output))
+        adapt(replace(config, replay=str(replay), output=output))
 
     with refused("replay missing"):
         replaying(tmp_path / "missing")
@@ -341,7 +324,7 @@ def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(
     shutil.copytree(begun / "older", older)
     for path in text_shards(begun / "recorded"):
         shutil.copy(path, older / path.name.replace("recorded-0", "recorded-9"))  # as the newest
-    folder = prepared(dataclasses.replace(config, replay=str(older)))
+    folder = prepared(replace(config, replay=str(older)))
     learned, replayed, judged = (
         [prompt_of(row) for row in runs.rows_of(folder / f"{name}.jsonl")]
         for name in ("training", "replay", "judged")
@@ -353,9 +336,9 @@ def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(
 def test_recordings_of_one_kind_are_warned_of_before_training(
     config, begun, prepared, tmp_path, capsys
 ):
-    prepared(dataclasses.replace(config, recorded=str(begun / "older")))
+    prepared(replace(config, recorded=str(begun / "older")))
     assert not lacking(capsys.readouterr().out, "warning: 48 one kind 'tell'")
-    prepared(dataclasses.replace(config, output=str(tmp_path / "several")))
+    prepared(replace(config, output=str(tmp_path / "several")))
     assert "warning" not in capsys.readouterr().out
 
 

@@ -237,8 +237,10 @@ def test_a_long_prompt_is_recorded_chunk_by_chunk(target, tokenizer, tmp_path, m
     ids[3] = ids[0]
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
+    expected = lm.generate(ids, attention_mask=mask, **greedy(6)).sequences
     with record(lm, tmp_path, tokenizer=tokenizer, format="float32"):
-        lm.generate(ids, attention_mask=mask, **greedy(6))
+        output = lm.generate(ids, attention_mask=mask, **greedy(6))
+    assert torch.equal(output.sequences, expected)
     rows = check_states(target, tmp_path)
     assert sorted(len(row["input_ids"]) for row in rows) == [56, 76, 76, 76]
 
