@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 from contextlib import contextmanager
 
 import demo as demo_module
 import pytest
 import torch
-from demo import CONVERSATIONS, FEWEST_CONVERSATIONS, STEPS, demo, first_answer, self_made, training
+from demo import CONVERSATIONS, FEWEST_CONVERSATIONS, STEPS, demo, self_made, training
 from helpers import saved_head
 from runs import write_prompts, write_rows
 
@@ -49,8 +50,12 @@ def demo_options(demo_target, tmp_path, monkeypatch):
     )
 
 
-def test_what_is_finished_is_not_repeated(demo_options, capsys):
+def test_what_is_finished_is_not_repeated(demo_options, tmp_path, capsys):
+    """A second start has the rates of the first, by which the data and the run were begun."""
     demo(demo_options)
+    first_answer = tmp_path / "demo-1min" / "first_answer.json"
+    rates = first_answer.read_text()
+    assert json.loads(rates).keys() == {"generate", "headstart"}
     first = capsys.readouterr().out
     assert "same text" in first
     assert first.count("identical") == 2
@@ -59,6 +64,7 @@ def test_what_is_finished_is_not_repeated(demo_options, capsys):
     tables = [[line for line in shown.splitlines() if "│" in line] for shown in (first, second)]
     assert tables[0] == tables[1]
     assert second.count(" is finished") == 2
+    assert first_answer.read_text() == rates
     for shown in (first, second):  # the sentence, and then a table each for both heads
         assert shown.index("prompts your head") < shown.index("vs plain")
         assert shown.count("vs plain") == 2
@@ -96,11 +102,3 @@ def test_a_slower_machine_does_less(demo_options, tmp_path, speed, conversations
     demo_options.minutes = 15
     assert self_made(demo_options, tmp_path, speed).conversations == conversations
     assert training(demo_options, tmp_path, path, speed).loop.max_steps == steps
-
-
-def test_the_first_answer_decides_once(demo_options, tmp_path):
-    """A second start has the numbers of the first, with which the data and the run were begun."""
-    path = tmp_path / "demo" / "first_answer.json"
-    rates = first_answer(demo_options, path)
-    assert set(rates) == {"generate", "headstart"}
-    assert first_answer(demo_options, path) == rates

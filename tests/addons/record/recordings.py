@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from helpers import saved_head
+from torch import Tensor
 
 from headstart.addons.record import record
+from headstart.files import text_shards
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
 NEW_TOKENS = 12
 ANSWERS = 48
@@ -36,3 +42,26 @@ def record_answers(taught: Path, folder: Path) -> Path:
                     lm.generate(tokenizer(text, return_tensors="pt").input_ids, **SETTINGS)
             assert running.written == len(numbers)
     return folder
+
+
+def rows_and_states(folder: Path) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Each recorded text, the oldest first, with its states [T, L, D]."""
+    cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
+    for path in text_shards(folder):
+        row = text_row(path)
+        yield row, decoded(*cache.stored(key_of(torch.tensor(row["input_ids"]))))
+
+
+def check_states(target: Target, folder: Path, **close: float) -> list[dict[str, Any]]:
+    """Every recorded state is the target's own; the last of a text may be missing. Returns the
+    rows."""
+    close = {"atol": 1e-5, "rtol": 0.0, **close}
+    layers = json.loads((folder / "manifest.json").read_text())["layers"]
+    rows = []
+    for row, states_TLD in rows_and_states(folder):
+        expected_1TF, _ = target.read(torch.tensor([row["input_ids"]]), layers)
+        found_TF = states_TLD.flatten(1).to(expected_1TF.dtype)
+        read = len(found_TF) if found_TF[-1].any() else len(found_TF) - 1
+        torch.testing.assert_close(found_TF[:read], expected_1TF[0, :read], **close)
+        rows.append(row)
+    return rows

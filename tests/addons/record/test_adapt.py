@@ -2,63 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import runs
 import torch
-from messages import refused
-from recordings import ANSWERS, NEW_TOKENS, record_answers
+from helpers import changed_json, saved_head, write_files
+from messages import lacking, refused
+from recordings import ANSWERS
 
 from headstart.addons.record import adapt as adapting
 from headstart.addons.record.adapt import adapt, average_weights
 from headstart.addons.record.adapt_data import MOST_JUDGED, divided, rows_of
-from headstart.addons.record.config import AdaptConfig
 from headstart.files import text_shards
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.feature_cache import text_row
-from headstart.scripts.__main__ import COMMANDS
-from headstart.stopping import Stopped
 
 
-@pytest.fixture(scope="module")
-def begun(taught, tmp_path_factory):
-    return record_answers(taught, tmp_path_factory.mktemp("adapting"))
+def ids_of(rows):
+    return [row["input_ids"] for row in rows]
 
 
-@pytest.fixture
-def config(begun, taught, tmp_path):
-    return AdaptConfig(
-        target=str(taught),
-        head=str(begun / "head"),
-        recorded=str(begun / "recorded"),
-        output=str(tmp_path / "new"),
-        steps=30,
-        batch_size=4,
-        lr=1e-2,
-        held_out=0.35,
-        max_new_tokens=NEW_TOKENS,
-    )
+def answer_tokens(rows):
+    """The tokens that the model wrote in any of these texts."""
+    found = set()
+    for row in rows:
+        pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
+        found |= {token for token, own in pairs if own}
+    return found
+
+
+def prompt_of(row):
+    return row["input_ids"][: row["loss_mask"].index(1)]
 
 
 def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_path, monkeypatch):
-    config = dataclasses.replace(config, replay=str(begun / "older"), replay_share=0.4, steps=150)
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "load", None)
-        folder = adapt(config)
+    config = replace(config, replay=str(begun / "older"), replay_share=0.4, steps=150)
+    monkeypatch.setattr(Target, "load", None)
+    folder = adapt(config)
     assert folder == tmp_path / "new" / "best"
     report = (tmp_path / "new" / "report.md").read_text()
     assert f"Taken: {folder}" in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == ["| all", "| count to", "| say", "| (replayed)"]
-    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1]), (
-        "all recorded answers, without those that are replayed"
-    )
+    # all recorded answers, without those that are replayed
+    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1])
     assert float(rows[0][3]) > float(rows[0][2])
     metadata = load_head(folder)[1]
     assert metadata.training["config"]["init_from"] == config.head
@@ -71,26 +64,21 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     assert len(new) == 18, "0.35 of 24 of each of two kinds"
     assert new[-1]["input_ids"] == text_row(text_shards(begun / "recorded")[-1])["input_ids"]
     for judging, learned in ((new, training), (older, replay)):
-        assert not {str(row["input_ids"]) for row in judging} & {
-            str(row["input_ids"]) for row in learned
-        }
+        assert not [row for row in judging if row["input_ids"] in ids_of(learned)]
     assert 4 <= len(older) == ANSWERS - len(replay), "about a fifth of them"
-    folder = tmp_path / "new" / "best"
-    again = adapt(config)
-    assert again == folder, "what is finished is found"
+    assert adapt(config) == folder, "what is finished is found"
     with refused("recorded older"):
-        adapt(dataclasses.replace(config, recorded=str(begun / "older")))
+        adapt(replace(config, recorded=str(begun / "older")))
 
 
 def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_path, capsys):
     """Else it would forget a little more with each of them."""
     first = tmp_path / "first head"
     shutil.copytree(begun / "head", first)
-    once = dataclasses.replace(config, head=str(first), steps=2)
+    once = replace(config, head=str(first), steps=2)
     adapt(once)
-    again = dataclasses.replace(
-        once, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
-    )
+    head = str(tmp_path / "new" / "new")
+    again = replace(once, head=head, output=str(tmp_path / "again"))
     adapt(again)
     trained, _ = load_head(tmp_path / "again" / "training" / "best")
     new, metadata = load_head(tmp_path / "again" / "new")
@@ -101,35 +89,26 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
     capsys.readouterr()
 
     shutil.rmtree(first)
-    adapt(dataclasses.replace(again, output=str(tmp_path / "lost")))
-    told = " ".join(capsys.readouterr().out.split())
-    assert (
-        "first head', which cannot be read (no head at" in told
-        and "name the first one (first)" in told
-    )
+    adapt(replace(again, output=str(tmp_path / "lost")))
+    assert "which cannot be read" in " ".join(capsys.readouterr().out.split())
     with refused("first head"):
-        adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
+        adapt(replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
 def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(
     config, begun, taught, tmp_path, capsys
 ):
     target = Target.from_pretrained(str(taught), torch.float32)
-    other = build_head("medusa", {"num_heads": 3}, target.info)
-    save_head(other, tmp_path / "other", CheckpointMetadata())
+    saved_head(tmp_path / "other", target, num_heads=3)
     with refused("kind target options"):
-        adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
+        adapt(replace(config, first=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
     head, _ = load_head(begun / "head")
-    save_head(
-        head,
-        tmp_path / "told",
-        CheckpointMetadata(training={"first_head": str(tmp_path / "other")}),
-    )
+    metadata = CheckpointMetadata(training={"first_head": str(tmp_path / "other")})
+    save_head(head, tmp_path / "told", metadata)
     (tmp_path / "adapt.lock").touch()
-    adapt(dataclasses.replace(config, head=str(tmp_path / "told"), steps=2))
-    told = " ".join(capsys.readouterr().out.split())
-    assert "other', which cannot be read" in told
+    adapt(replace(config, head=str(tmp_path / "told"), steps=2))
+    assert "other', which cannot be read" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -140,37 +119,32 @@ def test_a_name_in_a_strangers_checkpoint_is_not_opened(
 ):
     head, _ = load_head(begun / "head")
     save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": named}))
-    config = dataclasses.replace(config, head=str(tmp_path / "told"))
+    config = replace(config, head=str(tmp_path / "told"))
     old, metadata = load_head(config.head)
     monkeypatch.setattr(adapting, "load_head", None)
     assert adapting.first_head(config, old, metadata) == (config.head, old)
-    assert "is opened only if an adaptation here wrote that" in caplog.text
-    assert len(caplog.text) < 1000
+    assert 0 < len(caplog.text) < 1000
 
 
 def test_nothing_that_others_wrote_is_removed_from_the_output_folder(config, tmp_path):
+    config = replace(config, recorded=str(tmp_path / "nothing"))
     output = tmp_path / "new"
-    kept = [
-        output / ".film.mkv.partial",
-        output / ".thesis.json.partial",
-        output / "deep" / ".adapt.json.12.0123abcd.partial",
-        output / ".x.partial",
-        output / ".costs.json.partial.0.abc.partial",
-    ]
-    for path in kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    kept[3].unlink()
-    kept[3].mkdir()
-    left = output / "recorded" / "states" / ".manifest.json.12.0123abcd.partial"
-    with refused("nothing answers"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.touch()
+    names = (
+        ".film.mkv.partial",
+        ".thesis.json.partial",
+        "deep/.adapt.json.12.0123abcd.partial",
+        ".costs.json.partial.0.abc.partial",
+    )
+    write_files(output, dict.fromkeys(names, ""))
+    (output / ".x.partial").mkdir()
+    with refused("nothing' headstart --record"):
+        adapt(config)
+    left = "recorded/states/.manifest.json.12.0123abcd.partial"
+    write_files(output, {left: ""})
     with refused("recorded answers"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
-    assert all(path.exists() for path in kept)
-    assert not left.exists()
+        adapt(config)
+    assert all((output / name).exists() for name in (*names, ".x.partial"))
+    assert not (output / left).exists()
 
 
 @pytest.mark.parametrize("name", ["recorded", "training", "new", "adapt.json", "report.md"])
@@ -186,47 +160,36 @@ def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path, ca
     """Such as a policy that was trained in memory, under its first name, and saved for `adapt`."""
     saved = tmp_path / "saved policy"
     shutil.copytree(taught, saved)
-    renamed = dataclasses.replace(config, target=str(saved), steps=2)
+    renamed = replace(config, target=str(saved), steps=2)
     adapt(renamed)
     assert (tmp_path / "new" / "report.md").exists()
-    adapt(
-        dataclasses.replace(
-            renamed, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
-        )
-    )
-    assert "cannot be read" not in capsys.readouterr().out, (
-        "the first head is that of the other name"
-    )
+    head = str(tmp_path / "new" / "new")
+    adapt(replace(renamed, head=head, output=str(tmp_path / "again")))
+    assert "cannot be read" not in capsys.readouterr().out
     assert load_head(tmp_path / "again" / "new")[1].training["first_head"] == config.head
 
 
-def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, monkeypatch):
-    same = dataclasses.replace(config, steps=1, lr=1e-12)
+def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path):
+    same = replace(config, steps=1, lr=1e-12)
     assert adapt(same) is None
     report = (tmp_path / "new" / "report.md").read_text()
-    assert (
-        "Not taken: the difference, +0.00 to +0.00, does not exclude that nothing is gained"
-        in report
-    )
+    assert not lacking(report, "Not taken: difference +0.00")
     assert not (tmp_path / "new" / "best").exists()
 
 
 def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
-    with refused("nothing' headstart --record"):
-        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
     few = tmp_path / "few"
     shutil.copytree(begun / "recorded", few)
     for path in text_shards(few)[:-5]:
         path.unlink()
     with refused("5 32"):
-        adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
-    manifest = json.loads((few / "manifest.json").read_text())
-    (few / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
+        adapt(replace(config, recorded=str(few), output=str(tmp_path / "2")))
+    with changed_json(few / "manifest.json") as manifest:
+        manifest["tokenizer"] = "another"
     with refused("tokenizer 'another'"):
-        adapt(dataclasses.replace(config, replay=str(few), output=str(tmp_path / "3")))
+        adapt(replace(config, replay=str(few), output=str(tmp_path / "3")))
     with refused("held_out 1 1.5"):
-        dataclasses.replace(config, held_out=1.5)
-    assert "adapt" in COMMANDS
+        replace(config, held_out=1.5)
 
 
 def test_a_stopped_run_resumes_although_its_answers_have_given_way(
@@ -234,7 +197,7 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(
 ):
     copied = tmp_path / "copied"
     shutil.copytree(begun / "recorded", copied)
-    config = dataclasses.replace(config, recorded=str(copied), steps=12)
+    config = replace(config, recorded=str(copied), steps=12)
     stopped_at(5, config, run=adapt)
     for path in text_shards(copied):
         path.unlink()
@@ -244,12 +207,7 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(
 
 def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught, tmp_path):
     """The old head can draft none of their tokens; the new one drafts those of both."""
-    paths = text_shards(begun / "recorded")
-    used = set()
-    for row in map(text_row, paths):
-        used |= {
-            token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own
-        }
+    used = answer_tokens(map(text_row, text_shards(begun / "recorded")))
     target = Target.from_pretrained(str(taught), torch.float32)
     counts_V = torch.arange(target.info.vocab_size, 0, -1)
     counts_V[list(used)] = 0
@@ -257,85 +215,65 @@ def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught
     head.initialize(target.modules, counts_V)
     save_head(head, tmp_path / "narrow", CheckpointMetadata())
     assert not used & set(head.vocabulary().tolist())
-    adapt(dataclasses.replace(config, head=str(tmp_path / "narrow")))
+    adapt(replace(config, head=str(tmp_path / "narrow")))
     new, _ = load_head(tmp_path / "new" / "training" / "last")
-    learned = set()
-    for row in runs.rows_of(tmp_path / "new" / "recorded" / "training.jsonl"):
-        learned |= {
-            token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own
-        }
+    learned = answer_tokens(runs.rows_of(tmp_path / "new" / "recorded" / "training.jsonl"))
+    before = set(head.vocabulary().tolist())
     vocabulary = set(new.vocabulary().tolist())
-    assert set(head.vocabulary().tolist()) <= vocabulary, "no token gives way"
-    assert new.draft_vocab_size == len(learned | set(head.vocabulary().tolist()))
+    assert before <= vocabulary, "no token gives way"
+    assert new.draft_vocab_size == len(learned | before)
     assert len(learned & vocabulary) >= 0.9 * len(learned), "a tenth of the answers evaluates"
-    exchanged = len(vocabulary - set(head.vocabulary().tolist()))
     report = (tmp_path / "new" / "report.md").read_text()
-    assert (
-        f"- The draft vocabulary has {exchanged} tokens that the old head could not draft."
-        in report
-    )
+    assert f"The draft vocabulary has {len(vocabulary - before)} tokens" in report
 
 
 def test_conversations_of_a_file_are_replayed_with_states_that_the_target_computes(
-    config, begun, conversations_file, tmp_path
+    config, conversations_file, tmp_path
 ):
     rows = conversations_file.read_text().splitlines()
     given = tmp_path / "first.jsonl"
-    given.write_text(
-        "\n".join([*rows[:9], json.dumps({"messages": [{"role": "nobody", "content": ""}]})])
-    )
-    config = dataclasses.replace(config, replay=str(given), replay_share=0.4, steps=6)
+    runs.write_rows(given, [*rows[:9], {"messages": [{"role": "nobody", "content": ""}]}])
+    config = replace(config, replay=str(given), replay_share=0.4, steps=6)
     adapt(config)
     folder = tmp_path / "new" / "recorded"
     replayed = runs.rows_of(folder / "conversations.jsonl")
     judged = runs.rows_of(folder / "judged.jsonl")
     older = [row for row in judged if "replayed" in row]
     assert len(replayed) + len(older) == 9 and older
-    assert not {str(row["input_ids"]) for row in replayed} & {
-        str(row["input_ids"]) for row in older
-    }
+    assert not [row for row in older if row["input_ids"] in ids_of(replayed)]
     assert not (folder / "replay.jsonl").exists()
     assert "| (replayed) | " in (tmp_path / "new" / "report.md").read_text()
     shards = set((folder / "states").glob("*.safetensors")) - set(text_shards(folder / "states"))
     assert shards, "their states are in the folder"
     run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
-    assert run["features"]["mode"] == "stored", (
-        "the target's blocks are loaded for their states alone"
-    )
-    assert run["data"]["weights"][1] == pytest.approx(
-        0.4 / 0.6 * len(runs.rows_of(folder / "training.jsonl")) / len(replayed)
-    )
+    # the target's blocks are loaded for their states alone
+    assert run["features"]["mode"] == "stored"
+    weight = 0.4 / 0.6 * len(runs.rows_of(folder / "training.jsonl")) / len(replayed)
+    assert run["data"]["weights"][1] == pytest.approx(weight)
     given.unlink()
     adapt(config)  # what was taken is kept
 
 
-def test_what_a_series_has_replayed_is_never_judged_on(config, tmp_path, monkeypatch):
+def test_what_a_series_has_replayed_is_never_judged_on(config, prepared, tmp_path):
     """Whatever number of steps draws from the file, and however the file grows."""
-    given = tmp_path / "first.jsonl"
-    monkeypatch.setattr(
-        adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
-    )
     tokenizer = load_tokenizer(config.target)
 
     def numbers(path):
-        texts = [tokenizer.decode(json.loads(row)["input_ids"]) for row in path.open()]
+        texts = [tokenizer.decode(row["input_ids"]) for row in runs.rows_of(path)]
         return {int(found[1]) for text in texts if (found := re.search(r"number (\d+)", text))}
 
     learned, judged = set(), set()
     for steps, size in ((10, 60), (20, 60), (40, 80)):
-        lines = []
+        rows = []
         for number in range(size):
-            messages = [
-                {"role": "user", "content": f"say {number}"},
-                {"role": "assistant", "content": f"number {number}."},
-            ]
-            lines.append(json.dumps({"messages": messages}))
-        given.write_text("\n".join(lines))
-        output = tmp_path / f"{steps}-{size}"
-        with pytest.raises(Stopped):
-            adapt(dataclasses.replace(config, replay=str(given), steps=steps, output=str(output)))
-        learned |= numbers(output / "recorded" / "conversations.jsonl")
-        judged |= numbers(output / "recorded" / "judged.jsonl")
+            question = {"role": "user", "content": f"say {number}"}
+            answer = {"role": "assistant", "content": f"number {number}."}
+            rows.append({"messages": [question, answer]})
+        replay = runs.write_rows(tmp_path / "first.jsonl", rows)
+        output = str(tmp_path / f"{steps}-{size}")
+        folder = prepared(replace(config, replay=replay, steps=steps, output=output))
+        learned |= numbers(folder / "conversations.jsonl")
+        judged |= numbers(folder / "judged.jsonl")
     assert not learned & judged
     assert len(learned) > 30 and len(judged) > 5 and min(judged) < 30
 
@@ -343,7 +281,7 @@ def test_what_a_series_has_replayed_is_never_judged_on(config, tmp_path, monkeyp
 def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     def replaying(replay):
         output = str(tmp_path / "refused")
-        adapt(dataclasses.replace(config, replay=str(replay), output=output))
+        adapt(replace(config, replay=str(replay), output=output))
 
     with refused("replay missing"):
         replaying(tmp_path / "missing")
@@ -352,10 +290,9 @@ def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     shutil.copy(begun / "recorded" / "manifest.json", states)
     with refused("replay states headstart features"):
         replaying(states)
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
+    row = {"messages": [{"role": "user", "content": "no answer"}]}
     with refused("wrong.jsonl conversation"):
-        replaying(wrong)
+        replaying(runs.write_rows(tmp_path / "wrong.jsonl", [row]))
 
 
 def test_the_newest_answers_of_each_kind_are_judged_on():
@@ -363,16 +300,11 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
 
     def answers(kind, count):
         return [
-            {"kind": kind, "input_ids": [ord(kind), number], "loss_mask": [0, 1]}
+            {"kind": kind, "input_ids": [ord(kind), number, 7], "loss_mask": [0, 0, 1]}
             for number in range(count)
         ]
 
-    def prompts_differ(rows):
-        return [
-            {**row, "input_ids": [*row["input_ids"], 7], "loss_mask": [0, 0, 1]} for row in rows
-        ]
-
-    rows = prompts_differ(answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4))
+    rows = answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4)
     training, judged = divided(rows, 0.2)
     assert [(row["kind"], row["input_ids"][1]) for row in judged] == [
         *(("a", number) for number in range(28, 40)),
@@ -380,53 +312,34 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
         *(("d", number) for number in range(2, 4)),
     ]
     assert training == [row for row in rows if row not in judged]
-    many = prompts_differ(row for kind in "abcdefgh" for row in answers(kind, 500))
+    many = [row for kind in "abcdefgh" for row in answers(kind, 500)]
     assert len(divided(many, 0.2)[1]) == MOST_JUDGED
 
 
 def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(
-    config, begun, tmp_path, monkeypatch
+    config, begun, prepared, tmp_path
 ):
     """An older recording may hold the same prompts as the newer one, learned there or judged."""
     older = tmp_path / "older"
     shutil.copytree(begun / "older", older)
     for path in text_shards(begun / "recorded"):
         shutil.copy(path, older / path.name.replace("recorded-0", "recorded-9"))  # as the newest
-    monkeypatch.setattr(
-        adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
-    )
-    with pytest.raises(Stopped):
-        adapt(dataclasses.replace(config, replay=str(older)))
+    folder = prepared(replace(config, replay=str(older)))
     learned, replayed, judged = (
-        runs.rows_of(tmp_path / "new" / "recorded" / f"{name}.jsonl")
+        [prompt_of(row) for row in runs.rows_of(folder / f"{name}.jsonl")]
         for name in ("training", "replay", "judged")
     )
-    prompts = [
-        {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
-        for rows in (learned, replayed)
-    ]
-    for row in judged:
-        prompt = tuple(row["input_ids"][: row["loss_mask"].index(1)])
-        assert prompt not in prompts[0] and prompt not in prompts[1]
+    assert learned and replayed
+    assert not [prompt for prompt in judged if prompt in learned + replayed]
 
 
 def test_recordings_of_one_kind_are_warned_of_before_training(
-    config, begun, tmp_path, monkeypatch, capsys
+    config, begun, prepared, tmp_path, capsys
 ):
-    def stop(run):
-        raise Stopped("before training")
-
-    monkeypatch.setattr(adapting, "train", stop)
-    with pytest.raises(Stopped):
-        adapt(dataclasses.replace(config, recorded=str(begun / "older")))
-    told = " ".join(capsys.readouterr().out.split())
-    assert (
-        "warning: all 48 answers in" in told
-        and "are of one kind, 'tell': what the new head does to others" in told
-    )
-    with pytest.raises(Stopped):
-        adapt(dataclasses.replace(config, output=str(tmp_path / "several")))
-    assert "of one kind" not in capsys.readouterr().out
+    prepared(replace(config, recorded=str(begun / "older")))
+    assert not lacking(capsys.readouterr().out, "warning: 48 one kind 'tell'")
+    prepared(replace(config, output=str(tmp_path / "several")))
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

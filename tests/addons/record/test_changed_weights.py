@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 
 import pytest
@@ -12,26 +11,17 @@ from changed_weights import PLAIN, ROW, WRITES, mistral_text, tiny_mistral, with
 from helpers import EachRound
 from messages import refused, warned
 from peft import LoraConfig, get_peft_model
+from recordings import check_states
 
 from headstart.addons.record import record
 from headstart.addons.record.recording import OTHER_WEIGHTS
 from headstart.files import text_shards
-from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
+from headstart.inference.feature_cache import text_row
 
 
 def recorded_texts(folder, target):
     """The texts of a recording, whose states are those of the target as it is now."""
-    cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-    texts = []
-    for path in text_shards(folder):
-        tokens = text_row(path)["input_ids"]
-        states_TLD = decoded(*cache.stored(key_of(torch.tensor(tokens))))
-        expected_1TF, _ = target.read(torch.tensor([tokens]), cache.layers)
-        torch.testing.assert_close(
-            states_TLD.flatten(1)[:-1], expected_1TF[0, :-1], atol=2e-4, rtol=1e-4
-        )
-        texts.append(tokens)
-    return texts
+    return [row["input_ids"] for row in check_states(target, folder, atol=2e-4, rtol=1e-4)]
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -7,43 +7,26 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import saved_head
 from messages import refused
-from recordings import NEW_TOKENS, record_answers
 
 from headstart.addons.record import adapt_data
 from headstart.addons.record.adapt import adapt, alone_in
-from headstart.addons.record.config import AdaptConfig
 from headstart.files import text_shards
 from headstart.inference import Target
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def begun(taught, tmp_path_factory):
-    return record_answers(taught, tmp_path_factory.mktemp("killed"))
-
-
-def options(taught, begun, output):
+@pytest.fixture
+def better(config, begun):
     """Options with which the new head is better."""
-    return {
-        "target": str(taught),
-        "head": str(begun / "head"),
-        "recorded": str(begun / "recorded"),
-        "output": str(output),
-        "replay": str(begun / "older"),
-        "replay_share": 0.4,
-        "steps": 100,
-        "batch_size": 4,
-        "lr": 1e-2,
-        "held_out": 0.35,
-        "max_new_tokens": NEW_TOKENS,
-    }
+    return replace(config, replay=str(begun / "older"), replay_share=0.4, steps=100)
 
 
 def killed(job, tmp_path):
@@ -66,20 +49,17 @@ def killed(job, tmp_path):
 @pytest.mark.parametrize(
     "every", [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
-def test_a_run_that_is_killed_at_any_change_ends_as_one_that_is_not(taught, begun, tmp_path, every):
-    job = {"config": options(taught, begun, tmp_path / "new"), "every": every}
+def test_a_run_that_is_killed_at_any_change_ends_as_one_that_is_not(better, tmp_path, every):
+    job = {"config": asdict(better), "every": every}
     whole, *others = killed(job, tmp_path)
     assert len(others) >= 5
     for other in others:
         assert other["files"] == whole["files"], other["point"]
 
 
-def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(
-    taught, begun, tmp_path, monkeypatch
-):
+def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(config, tmp_path, monkeypatch):
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "new"
-    config = AdaptConfig(**options(taught, begun, output))
     monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
     with refused(f"HEADSTART_NO_RECORD {config.recorded!r}"):
         adapt(config)
@@ -97,32 +77,28 @@ def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(
     )
 
 
-def test_two_processes_do_not_adapt_in_one_folder(taught, begun, tmp_path):
+def test_two_processes_do_not_adapt_in_one_folder(config, tmp_path):
     output = tmp_path / "new"
     output.mkdir()
     with alone_in(output), refused(f"process {str(output)!r}"):
-        adapt(AdaptConfig(**options(taught, begun, output)))
+        adapt(config)
     assert sorted(path.name for path in output.iterdir()) in ([], ["adapt.lock"])
 
 
-def test_a_recording_of_another_target_or_layers_is_refused(taught, target_folder, begun, tmp_path):
-    given = options(taught, begun, tmp_path / "1") | {"replay": None}
+def test_a_recording_of_another_target_or_layers_is_refused(
+    config, taught, target_folder, tmp_path
+):
     with refused(f"{str(target_folder)!r} {str(taught)!r}"):
-        adapt(AdaptConfig(**given | {"target": str(target_folder)}))
+        adapt(replace(config, target=str(target_folder)))
     target = Target.from_pretrained(str(taught), torch.float32)
     saved_head(tmp_path / "eagle3", target, "eagle3", feature_layers=[0, -1], depth=2)
     with refused("layers [-1] [0, -1]"):
-        adapt(
-            AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")})
-        )
-    for number in "13":
-        assert not (tmp_path / number / "best").exists()
+        adapt(replace(config, head=str(tmp_path / "eagle3"), output=str(tmp_path / "3")))
 
 
-def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_leaves_nothing_half_copied(better, tmp_path, monkeypatch):
     """The recording lies on another disk, so that files cannot be linked; the disk is full in the
     third one."""
-    given = options(taught, begun, tmp_path / "new")
     made = []
 
     def link(source, place):
@@ -138,7 +114,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(adapt_data.shutil, "copyfile", full)
         with pytest.raises(OSError, match="No space left on device"):
-            adapt(AdaptConfig(**given))
+            adapt(better)
     states = tmp_path / "new" / "recorded" / "states"
     assert len(text_shards(states)) == len(list(states.iterdir())) == 2
-    assert adapt(AdaptConfig(**given)) is not None
+    assert adapt(better) is not None

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EachRound, build_model, other_model
-from messages import refused, warned
+from helpers import EachRound, build_model, build_tokenizer, other_model
+from messages import lacking, refused, warned
+from recordings import SETTINGS, check_states, rows_and_states
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.record import record, recording
@@ -23,13 +24,7 @@ from headstart.addons.record.folder import HEADER_BYTES, AnswerMarks, RecordedFo
 from headstart.files import text_shards
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, feature_cache
-from headstart.inference.feature_cache import (
-    FeatureCache,
-    cache_manifest,
-    decoded,
-    key_of,
-    text_row,
-)
+from headstart.inference.feature_cache import cache_manifest, text_row
 
 HEADS = {"medusa": {}, "hydra": {}, "eagle": {}, "eagle3": {"feature_layers": [0, -1]}}
 """Heads with one layer, the last one, and with several."""
@@ -69,29 +64,12 @@ def prompts(rows, longest=9, seed=0):
 
 
 def greedy(new_tokens=8):
-    return {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    return {**SETTINGS, "max_new_tokens": new_tokens}
 
 
 def sampling(new_tokens=8, temperature=0.8):
     settings = {**greedy(new_tokens), "do_sample": True, "temperature": temperature}
     return {**settings, "generator": torch.Generator().manual_seed(3)}
-
-
-def check_states(target, folder, atol=1e-5):
-    """Every recorded state is the target's own; the last of a text may be missing. Returns the
-    rows."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    cache = FeatureCache(folder, manifest)
-    rows = [text_row(path) for path in text_shards(folder)]
-    for row in rows:
-        tokens_T = torch.tensor(row["input_ids"])
-        states_TLD = decoded(*cache.stored(key_of(tokens_T)))
-        expected_1TF, _ = target.read(tokens_T[None], cache.layers)
-        found_TF = states_TLD.flatten(1).to(expected_1TF.dtype)
-        torch.testing.assert_close(found_TF[:-1], expected_1TF[0, :-1], atol=atol, rtol=0)
-        if found_TF[-1].any():
-            torch.testing.assert_close(found_TF[-1], expected_1TF[0, -1], atol=atol, rtol=0)
-    return rows
 
 
 def answers_of(rows):
@@ -155,69 +133,55 @@ def test_recording_changes_no_token_and_keeps_the_targets_states(
 def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, tmp_path, drafter):
     lm, again = model_with(target, drafter), model_with(target, drafter)
     more = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]]), torch.tensor([[9, 9]])]
-    texts = []
-    for decoder in (again, lm):
+
+    def talk(decoder):
         past, text_1T, found = Conversation(), prompts(1)["inputs"], []
-        running = (
-            record(decoder, tmp_path, tokenizer=tokenizer, format="float32")
-            if decoder is lm
-            else None
-        )
         for turn, question_1T in enumerate(more):
             text_1T = decoder.generate(text_1T, past_key_values=past, **greedy(7)).sequences
             found.append(text_1T[0].tolist())
             if turn == 1:  # an earlier part of the text is taken up again
                 text_1T = text_1T[:, :-3]
             text_1T = torch.cat([text_1T, question_1T], dim=1)
-        if running is not None:
-            running.stop()
-        texts.append(found)
-    assert texts[0] == texts[1]
+        return found
+
+    expected = talk(again)
+    with record(lm, tmp_path, tokenizer=tokenizer, format="float32"):
+        assert talk(lm) == expected
     rows = check_states(target, tmp_path)
-    assert [row["input_ids"] for row in rows] == texts[0]
-    assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7], (
-        "earlier answers have a row of their own"
-    )
+    assert [row["input_ids"] for row in rows] == expected
+    # earlier answers have a row of their own
+    assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7]
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "plain"])
 def test_a_conversation_goes_on_when_recording_is_switched(target, tokenizer, tmp_path, drafter):
     """What was read without recording has no states: the turn is left out, and counted."""
     lm, again = model_with(target, drafter), model_with(target, drafter)
-    texts = []
-    for decoder in (again, lm):
-        past, text_1T = Conversation(), prompts(1)["inputs"]
-        running, found = None, []
-        for turn in range(6):
-            if decoder is lm and turn in (1, 4):
-                running = record(lm, tmp_path / str(turn), tokenizer=tokenizer)
-            text_1T = decoder.generate(text_1T, past_key_values=past, **greedy(4)).sequences
-            found.append(text_1T.tolist())
-            text_1T = torch.cat([text_1T, torch.tensor([[turn]])], dim=1)
-            if running is not None and turn == 2:
-                running.stop()
-                assert running.skipped == {"its text was begun before the recording": 2}
-        texts.append(found)
-    running.stop()
-    assert texts[0] == texts[1]
-    assert running.skipped == {"its text was begun before the recording": 2}
+    past, other_past = Conversation(), Conversation()
+    text_1T = prompts(1)["inputs"]
+    for turn in range(6):
+        if turn in (1, 4):
+            running = record(lm, tmp_path / str(turn), tokenizer=tokenizer)
+        expected = again.generate(text_1T, past_key_values=other_past, **greedy(4)).sequences
+        found = lm.generate(text_1T, past_key_values=past, **greedy(4)).sequences
+        assert torch.equal(found, expected)
+        text_1T = torch.cat([found, torch.tensor([[turn]])], dim=1)
+        if turn in (2, 5):
+            running.stop()
+            assert (running.written, [*running.skipped.values()]) == (0, [2])
 
 
 def test_an_end_token_is_recorded_and_so_is_what_a_criterion_ends(target, tokenizer, tmp_path):
     lm = model_with(target, "medusa")
     whole = lm.generate(**prompts(1), **greedy(20)).sequences[0, 9:].tolist()
     end = whole[6]
-    place = whole.index(end)
-    given = {**greedy(20), "eos_token_id": [end]}
+    place = whole.index(end) + 1
+    criteria = [lambda ids, scores: ids.shape[1] >= 9 + 4]
     with record(lm, tmp_path, tokenizer=tokenizer, format="float32"):
-        lm.generate(**prompts(1), **given)
-        lm.generate(
-            **prompts(1),
-            **greedy(20),
-            stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9 + 4],
-        )
+        lm.generate(**prompts(1), **{**greedy(20), "eos_token_id": [end]})
+        lm.generate(**prompts(1), **greedy(20), stopping_criteria=criteria)
         lm.generate(**prompts(1), **greedy(1))
-    assert answers_of(check_states(target, tmp_path)) == [whole[: place + 1], whole[:4], whole[:1]]
+    assert answers_of(check_states(target, tmp_path)) == [whole[:place], whole[:4], whole[:1]]
 
 
 def test_answers_that_were_left_or_failed_are_marked(target, tokenizer, tmp_path):
@@ -261,7 +225,8 @@ def test_long_texts_are_cut_and_prompts_that_fill_them_left_out(target, tokenize
         lm.generate(**prompts(1, longest=11), **greedy(1))
     rows = check_states(target, tmp_path)
     assert [(len(row["input_ids"]), row["cut"]) for row in rows] == [(12, True), (12, False)]
-    assert running.skipped == {"its prompt is as long as max_length, 12 tokens": 1}
+    ((reason, count),) = running.skipped.items()
+    assert not lacking(reason, "max_length 12") and count == 1
 
 
 def test_a_long_prompt_is_recorded_chunk_by_chunk(target, tokenizer, tmp_path, monkeypatch):
@@ -313,30 +278,28 @@ def test_old_answers_give_way_by_kind(target, tokenizer, tmp_path):
     with record(lm, tmp_path / "one", tokenizer=tokenizer):
         lm.generate(**prompts(1), **greedy())
     (path,) = text_shards(tmp_path / "one")
-    size = path.stat().st_size
+    many = tmp_path / "many"
+    most = 6 * path.stat().st_size + HEADER_BYTES
     sizes = []
-    most = 6 * size + HEADER_BYTES
-    written = 0
     for kind, seeds in (("rare", range(2)), ("often", range(2, 11))):
-        with record(
-            lm, tmp_path / "many", kind=kind, tokenizer=tokenizer, max_bytes=most
-        ) as running:
+        with record(lm, many, kind=kind, tokenizer=tokenizer, max_bytes=most) as running:
             for seed in seeds:
                 lm.generate(prompts(1, seed=seed)["inputs"], **greedy())
                 sizes.append(0)
-                for path in text_shards(tmp_path / "many"):
+                for path in text_shards(many):
                     with suppress(FileNotFoundError):  # the writer removes it meanwhile
                         sizes[-1] += path.stat().st_size
-        written += running.written
-    assert written == 11 and max(sizes) <= most
-    rows = [text_row(path) for path in text_shards(tmp_path / "many")]
+        assert running.written == len(seeds)
+    assert max(sizes) <= most
+    rows = [text_row(path) for path in text_shards(many)]
     kept = [row["kind"] for row in rows]
     assert kept.count("rare") == 2 and kept.count("often") >= 3
     newest = lm.generate(prompts(1, seed=10)["inputs"], **greedy()).sequences[0].tolist()
     assert rows[-1]["input_ids"] == newest
     with record(lm, tmp_path / "none", tokenizer=tokenizer, max_bytes=100) as running:
         lm.generate(**prompts(1), **greedy())
-    assert running.skipped == {"it alone is larger than max_bytes": 1}
+    ((reason, count),) = running.skipped.items()
+    assert not lacking(reason, "max_bytes") and count == 1
     assert text_shards(tmp_path / "none") == []
 
 
@@ -392,9 +355,14 @@ def answer(target, tokenizer, tmp_path):
     return path
 
 
+def tensors_of(path):
+    """The tensors of a file, which can be written again."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
 @pytest.mark.parametrize("what", [*ROWS, *PARTS])
 def test_a_text_that_is_none_is_named_in_one_line(answer, what):
-    tensors = {name: tensor.clone() for name, tensor in load_file(answer).items()}
+    tensors = tensors_of(answer)
     row = ROWS.get(what, "{}")
     for name, change in PARTS.get(what, {}).items():
         tensors[name] = change(tensors[name]).contiguous()
@@ -406,9 +374,8 @@ def test_a_text_that_is_none_is_named_in_one_line(answer, what):
 
 def test_a_row_does_not_take_the_place_of_the_text(answer):
     before = text_row(answer)
-    tensors = {name: tensor.clone() for name, tensor in load_file(answer).items()}
     row = {"kind": "", "input_ids": "/etc/passwd", "loss_mask": [1]}
-    save_file(tensors, answer, {"row": json.dumps(row)})
+    save_file(tensors_of(answer), answer, {"row": json.dumps(row)})
     assert text_row(answer)["input_ids"] == before["input_ids"]
     assert text_row(answer)["loss_mask"] == before["loss_mask"]
 
@@ -446,23 +413,22 @@ def test_a_slow_disk_drops_answers_and_a_full_one_ends_the_recording(
         with record(lm, tmp_path / "full", tokenizer=tokenizer) as running:
             for _ in range(3):
                 assert torch.equal(lm.generate(**prompts(1), **greedy()).sequences, expected)
-    assert [str(each.message) for each in told if "recording stops" in str(each.message)] != []
     assert len([each for each in told if "recording stops" in str(each.message)]) == 1
     assert running.written == 0 and "No space left" in running.summary()
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["manifest.json"]
 
 
-def test_a_folder_of_something_else_is_refused(target, tokenizer, tools, tmp_path):
+def test_a_folder_of_something_else_is_refused(target, tokenizer, tmp_path):
     lm = model_with(target, "medusa")
     record(lm, tmp_path, tokenizer=tokenizer).stop()
-    other = Target(tools.build_model(seed=1).requires_grad_(False))
+    other = Target(build_model(seed=1).requires_grad_(False))
     with refused("weights"):
         record(model_with(other, "medusa"), tmp_path, tokenizer=tokenizer)
     with refused("layers [-1] [0, -1]"):
         record(model_with(target, "eagle3"), tmp_path, tokenizer=tokenizer)
     with refused("format 'bfloat16' 'int8'"):
         record(lm, tmp_path, tokenizer=tokenizer, format="int8")
-    another = tools.build_tokenizer()
+    another = build_tokenizer()
     another.add_tokens(["<more>"])
     with refused("tokenizer"):
         record(lm, tmp_path, tokenizer=another)
@@ -539,24 +505,21 @@ def write_answers(folder, limit, number, count):
 
 def writers(folder, limit, counts):
     context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=write_answers, args=(folder, limit, number, count))
-        for number, count in enumerate(counts)
-    ]
-    for process in processes:
-        process.start()
+    processes = []
+    for number, count in enumerate(counts):
+        given = (folder, limit, number, count)
+        processes.append(context.Process(target=write_answers, args=given))
+        processes[-1].start()
     return processes
 
 
 def all_readable(folder):
     """Every recorded answer can be read, and has its own states."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    cache = FeatureCache(folder, manifest)
-    rows = [text_row(path) for path in text_shards(folder)]
-    for row in rows:
+    rows = []
+    for row, states_TLD in rows_and_states(folder):
         number, step = row["input_ids"][:2]
-        states, _ = cache.stored(key_of(torch.tensor(row["input_ids"])))
-        assert torch.equal(states, torch.full((4, 1, 8), float(1000 * number + step)))
+        assert torch.equal(states_TLD, torch.full((4, 1, 8), float(1000 * number + step)))
+        rows.append(row)
     return rows
 
 

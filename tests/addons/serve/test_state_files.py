@@ -45,14 +45,10 @@ def served(target, examples, tmp_path):
     folder.mkdir()
     seen = []
     assert target.first_block_index == 1  # found by forwards of its own, once
+    modules = (*target.modules.blocks[1:], target.modules.norm)
     hooks = [
-        target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    ]
-    hooks += [
-        block.register_forward_pre_hook(
-            lambda module, given, **_: seen.append(given[0]), with_kwargs=False
-        )
-        for block in target.modules.blocks[1:]
+        module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        for module in modules
     ]
     for number, example in enumerate(examples):
         seen.clear()
@@ -70,10 +66,8 @@ def served(target, examples, tmp_path):
 
 @pytest.fixture
 def source(target, head, tmp_path):
-    cache = FeatureCache(
-        tmp_path / "cache", {"target": "tiny", "layers": [0, 1, -1], "format": "float32"}
-    )
-    return CachedFeatures(target, head, cache)
+    manifest = {"target": "tiny", "layers": [0, 1, -1], "format": "float32"}
+    return CachedFeatures(target, head, FeatureCache(tmp_path / "cache", manifest))
 
 
 def take(source, target, examples, folder, layers=LAYERS):
@@ -81,7 +75,9 @@ def take(source, target, examples, folder, layers=LAYERS):
     return import_states(Accelerator(), source.cache, files, target, source.head, examples)
 
 
-def test_they_are_the_targets_own(target, head, source, examples, served, monkeypatch):
+@pytest.mark.parametrize("cut", [0, 3])  # a longer file serves a sequence that is cut here
+def test_they_are_the_targets_own(target, head, source, examples, served, monkeypatch, cut):
+    examples = [example.truncated(len(example.tokens) - cut) for example in examples]
     batch = collate(examples)
     wanted = online_features(target, head, batch)
     assert take(source, target, examples, served) == 3
@@ -89,9 +85,8 @@ def test_they_are_the_targets_own(target, head, source, examples, served, monkey
     found = source(batch)
     for row, place in batch.places():
         for name in ("features_BTF", "last_BTD"):
-            torch.testing.assert_close(
-                getattr(found, name)[row, place], getattr(wanted, name)[row, place]
-            )
+            states_BTF, expected_BTF = getattr(found, name), getattr(wanted, name)
+            torch.testing.assert_close(states_BTF[row, place], expected_BTF[row, place])
     assert take(source, target, examples, served) == 0, "what is there is not taken again"
 
 
@@ -104,15 +99,6 @@ def test_a_folder_without_files_or_layers_is_refused(target, source, examples, s
     (served / "hs_1.safetensors").unlink()
     with refused("3 hs_1.safetensors"):
         take(source, target, examples, served)
-
-
-def test_a_longer_file_serves_a_sequence_that_is_cut_here(target, head, source, examples, served):
-    cut = [example.truncated(len(example.tokens) - 3) for example in examples]
-    assert take(source, target, cut, served) == 3
-    batch = collate(cut)
-    found, wanted = source(batch), online_features(target, head, batch)
-    for row, place in batch.places():
-        torch.testing.assert_close(found.features_BTF[row, place], wanted.features_BTF[row, place])
 
 
 @pytest.mark.parametrize(

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from messages import refused
-from runs import assert_same_losses, launched, write_config
+from runs import assert_same_losses, changed, launched, write_config
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve import state_files
-from headstart.addons.serve.options import (
-    ServedFeaturesConfig,
-    ServedTrainConfig,
-    open_server,
-    training_source,
-)
+from headstart.addons.serve.options import ServedFeaturesConfig, open_server
 from headstart.addons.serve.state_files import ServerLayers
 from headstart.inference import Target
 from headstart.scripts.features import precompute
 from headstart.train import inputs as loading
 from headstart.train.features import by_mode
 from headstart.train.inputs import load_inputs
-from headstart.train.loop import train
-
-
-def train_served(config):
-    run_config, source = training_source(config)
-    return train(run_config, source=source)
 
 
 @pytest.fixture
-def files(short, taught, tmp_path):
+def files(served_run, tmp_path):
     """A folder of speculators' files with the states of every conversation, and a run on it."""
-    options = {
-        **vars(short),
-        "head": {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2},
-        "features": ServedFeaturesConfig(
-            mode="stored", from_server=str(tmp_path / "files"), server_layers=[2, 1]
-        ),
-    }
-    config = ServedTrainConfig(**options)
     folder = tmp_path / "files"
     folder.mkdir()
-    inputs = load_inputs(
-        dataclasses.replace(config, features=ServedFeaturesConfig()), Accelerator()
-    )
+    config = served_run(mode="stored", from_server=str(folder), server_layers=[2, 1])
+    inputs = inputs_of(config)
     streams = []
     for block in inputs.target.modules.blocks:
         block.register_forward_hook(lambda module, given, output: streams.append(output))
@@ -57,18 +37,24 @@ def files(short, taught, tmp_path):
         tokens_1T = torch.tensor([example.tokens])
         inputs.target.model(tokens_1T)
         states = torch.stack([streams[1][0], streams[0][0]], 1)
-        save_file(
-            {"token_ids": tokens_1T[0], "hidden_states": states},
-            folder / f"hs_{example.conversation}.safetensors",
-        )
+        tensors = {"token_ids": tokens_1T[0], "hidden_states": states}
+        save_file(tensors, file_of(config, example))
     return config
 
 
-def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeypatch, tmp_path):
-    with_target = dataclasses.replace(
-        files, output=files.output + "-online", features=ServedFeaturesConfig()
-    )
-    expected = train_served(with_target)
+def inputs_of(config):
+    """The data of a run, with a target of its own."""
+    return load_inputs(changed(config, features=ServedFeaturesConfig()), Accelerator())
+
+
+def file_of(config, example):
+    return Path(config.features.from_server) / f"hs_{example.conversation}.safetensors"
+
+
+def test_files_are_read_as_they_are_needed_and_give_the_same_head(
+    files, train_served, train_with_target, monkeypatch
+):
+    expected = train_with_target(files)
     monkeypatch.setattr(Target, "load", None)
     read = []
     original = ServerLayers.read
@@ -78,9 +64,7 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
     row, _ = assert_same_losses(train_served(files), expected)
     assert row["eval"]["chain"]["acceptance_length"] > 1, "their own answers are replayed"
     read.clear()
-    started = dataclasses.replace(
-        files, output=files.output + "-started", loop=dataclasses.replace(files.loop, max_steps=1)
-    )
+    started = changed(files, output=f"{files.output}-started", loop={"max_steps": 1})
     check_source = by_mode.check_source
 
     def checked(*given):
@@ -95,16 +79,13 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
     ("spoil", "message"),
     [
         (lambda path: path.unlink(), "1 of 5 states"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "read"),
-        (
-            lambda path: rewrite(path, hidden_states=lambda s: s[:, :1].clone()),
-            "hidden_states 1, 32]",
-        ),
-        (lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()), "nats token"),
-        (lambda path: rewrite(path, hidden_states=lambda s: s[:-1].clone()), "hidden_states"),
+        (lambda path: cut(path), "read"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s[:, :1]), "hidden_states 1, 32]"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s.flip(1)), "nats token"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s[:-1]), "hidden_states"),
         (lambda path: rewrite(path, hidden_states=lambda s: s * float("nan")), "hidden_states NaN"),
         (lambda path: save_file({"token_ids": torch.ones(3)}, path), "lacks hidden_states"),
-        (lambda path: rewrite(path, token_ids=lambda t: t.flip(0).contiguous()), "token 0"),
+        (lambda path: rewrite(path, token_ids=lambda t: t.flip(0)), "token 0"),
         (
             lambda path: rewrite(path, token_ids=lambda t: t[:-2], hidden_states=lambda s: s[:-2]),
             "max_length",
@@ -112,11 +93,10 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
         (lambda path: rewrite(path, token_ids=lambda t: t + 300), "made tokenizer"),
     ],
 )
-def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, message, monkeypatch):
-    first = load_inputs(
-        dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator()
-    ).held_out[0]
-    spoil(tmp_path / "files" / f"hs_{first.conversation}.safetensors")
+def test_a_wrong_file_is_named_before_the_first_step(
+    files, train_served, spoil, message, monkeypatch
+):
+    spoil(file_of(files, inputs_of(files).held_out[0]))
     monkeypatch.setattr(state_files, "WORSE", 0.2)  # the blocks of a tiny target do little
     monkeypatch.setattr(Target, "load", None)
     with refused(message):
@@ -125,55 +105,54 @@ def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, mes
 
 def rewrite(path, **changes):
     tensors = load_file(path)
-    save_file(
-        {**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}, path
-    )
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
 
 
 def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker(
-    files, changed, tmp_path
+    files, train_served
 ):
-    inputs = load_inputs(dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator())
-    path = tmp_path / "files" / f"hs_{inputs.training[3].conversation}.safetensors"
-    path.write_bytes(path.read_bytes()[:-3])
-    with refused(f"{path}"):
+    path = file_of(files, inputs_of(files).training[3])
+    cut(path)
+    with refused(f"{path}") as caught:
         train_served(changed(files, data={"workers": 1}))
+    assert "\n" not in str(caught.value)
 
 
-def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, tmp_path):
+def copying(files, folder):
+    """The options of copying files to a folder, and those of a run on the copies alone."""
+    where = {"folder": str(folder), "format": "float32"}
+    alone = ServedFeaturesConfig(mode="stored", **where)
+    return changed(files, features=where), changed(files, features=alone)
+
+
+def test_headstart_features_copies_files_and_asks_no_target(
+    files, train_served, monkeypatch, tmp_path
+):
     monkeypatch.setattr(Target, "load", None)
-    config = dataclasses.replace(
-        files,
-        features=dataclasses.replace(
-            files.features, folder=str(tmp_path / "copied"), format="float32"
-        ),
-    )
+    config, copied = copying(files, tmp_path / "copied")
     precompute(config, partial(open_server, config.features))
-    alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
-    direct = dataclasses.replace(files, output=files.output + "-direct")
-    copied = dataclasses.replace(files, features=alone)
+    direct = changed(files, output=f"{files.output}-direct")
     assert_same_losses(train_served(copied), train_served(direct))
 
 
 def on_two_processes(script, config, folder):
-    """The status of a command on two processes, and what it printed."""
     path = write_config(config, folder / f"{script}.yaml")
     done = launched(f"scripts/{script}.py", "--config", path)
-    return done.returncode, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long
-def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
-    with_target = dataclasses.replace(
-        files, output=files.output + "-online", features=ServedFeaturesConfig()
-    )
-    expected = train_served(with_target)
-    copied = dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
-    code, said = on_two_processes("features", dataclasses.replace(files, features=copied), tmp_path)
-    assert code == 0, said
+def test_two_processes_fill_a_folder_and_train_on_it(files, train_with_target, tmp_path):
+    expected = train_with_target(files)
+    config, copied = copying(files, tmp_path / "copied")
+    on_two_processes("features", config, tmp_path)
     shards = list((tmp_path / "copied").glob("*.safetensors"))
     assert len(shards) >= 2, "each process wrote its part"
-    alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
-    code, said = on_two_processes("train", dataclasses.replace(files, features=alone), tmp_path)
-    assert code == 0, said
+    on_two_processes("train", copied, tmp_path)
     assert_same_losses(files.output, expected, atol=1e-5)

@@ -62,95 +62,23 @@ def made_trace(
     """A trace with the given number of rounds, made up and consistent: trees of 12 nodes, five
     deep."""
     draws = random.Random(rounds)
-    parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10]
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
-    greedy, typical, lookup = rule == "greedy", rule == "typical", more.pop("lookup", False)
-    made, output = [], [{"v": 0, "p": words[0][1], "r": -1, "d": 0}]
-    newest = 0
+    lookup = more.pop("lookup", False)
+    made = []
+    output = [{"v": 0, "p": words[0][1], "r": -1, "d": 0}]
     for index in range(rounds):
-        fallback = "slower" if index % 7 == 3 else ""
-        size = 1 if fallback else len(parents)
-        tokens = [newest, *draws.choices(range(len(words)), k=size - 1)]
-        target, draft = ([distribution(draws, len(words)) for _ in range(size)] for _ in range(2))
-        nodes = [{"v": tokens[0], "u": -1, "q": None, "p": None, "s": 1}]
-        for node in range(1, size):
-            p, q = target[parents[node]][tokens[node]], draft[parents[node]][tokens[node]]
-            nodes.append(
-                {"v": tokens[node], "u": parents[node], "q": None if lookup else q, "p": p, "s": -1}
-            )
-        trials, at, rejected = [], 0, False
-        while True:
-            accepted = 0
-            for child in (node for node in range(1, size) if parents[node] == at):
-                if accepted and not greedy and not typical:
-                    break
-                nodes[child]["s"] = 0
-                ok = draws.random() < 0.6
-                if not greedy:
-                    limit = round(draws.uniform(0.1, 0.9), 4)
-                    below = ok != typical
-                    number = round(
-                        (
-                            limit * draws.uniform(0.1, 0.9)
-                            if below
-                            else limit * draws.uniform(1.05, 1.1)
-                        ),
-                        4,
-                    )
-                    kind = "typical" if typical else "accept"
-                    trials.append(
-                        {"n": at, "c": child, "kind": kind, "u": number, "limit": limit, "ok": ok}
-                    )
-                    rejected = rejected or not ok
-                accepted = accepted or (child if ok else 0)
-            if not accepted:
-                break
-            nodes[accepted]["s"] = 1
-            if greedy:
-                trials.append(
-                    {"n": at, "c": accepted, "kind": "best", "u": None, "token": tokens[accepted]}
-                )
-            at, rejected = accepted, False
-        path = [node for node in range(size) if nodes[node]["s"] == 1]
-        following = draws.randrange(len(words))
-        last = {
-            "n": at,
-            "c": None,
-            "kind": "best" if greedy or typical else "sample",
-            "u": None,
-            "token": following,
-        }
-        emitted = len(path)
-        if index == rounds - 1 and emitted > 1:  # the answer ends in the middle of the path
-            emitted -= 1
-        parts = {part: round(draws.uniform(0.1, 9.0), 3) for part in PARTS}
-        inner = range(size) if not fallback else [0]
-        made.append(
-            {
-                "ms": round(sum(parts.values()), 4),
-                "parts": parts,
-                "fallback": fallback,
-                "nodes": nodes,
-                "draft": (
-                    {} if lookup or fallback else {str(node): best(draft[node]) for node in inner}
-                ),
-                "best": {str(node): best(target[node]) for node in range(size)},
-                "draws": [*trials, last],
-                "residual": best(target[at]) if rejected and not greedy and not typical else None,
-                "next": following,
-                "emitted": emitted,
-            }
-        )
-        emission = [*((tokens[node], depth[node]) for node in path[1:]), (following, 0)][:emitted]
-        output += [
-            {"v": token, "p": words[token][1], "r": index, "d": from_depth}
-            for token, from_depth in emission
-        ]
-        newest = following
-    stats = stats_of({"rounds": made, "stats": {"acceptance_rate_by_depth": [None] * max(depth)}})
+        found = made_round(draws, output[-1]["v"], rule, len(words), lookup, plain=index % 7 == 3)
+        path = [n for n, node in enumerate(found["nodes"]) if node["s"] == 1]
+        found["emitted"] = len(path)
+        if index == rounds - 1 and len(path) > 1:  # the answer ends in the middle of the path
+            found["emitted"] -= 1
+        tokens = [found["nodes"][node]["v"] for node in path[1:]]
+        emission = [*zip(tokens, (DEPTH[node] for node in path[1:])), (found["next"], 0)]
+        for token, depth in emission[: found["emitted"]]:
+            output.append({"v": token, "p": words[token][1], "r": index, "d": depth})
+        made.append(found)
+    stats = stats_of({"rounds": made, "stats": {"acceptance_rate_by_depth": [None] * max(DEPTH)}})
     stats.seconds["prefill"] = 0.04
+    measured = {"ms_per_token": 15.0, "tokens_per_second": 66.7, "same_text": True}
     return {
         "version": 1,
         "target": "some/target",
@@ -158,18 +86,85 @@ def made_trace(
         "drafter": "HistoryDrafter" if lookup else "StaticTree(Eagle3Head, 12 nodes, depth 4)",
         "dtype": "float32",
         "rule": rule,
-        "lossy": typical,
-        "temperature": 0.0 if greedy else 1.0,
+        "lossy": rule == "typical",
+        "temperature": 0.0 if rule == "greedy" else 1.0,
         "vocab": [{"id": 100 + index, "t": shown} for index, (shown, _) in enumerate(words)],
         "prompt": "Write of a boat.",
         "output": output,
         "rounds": made,
         "stats": stats_data(stats),
-        "plain": (
-            {"ms_per_token": 15.0, "tokens_per_second": 66.7, "same_text": True} if plain else None
-        ),
+        "plain": measured if plain else None,
         **more,
     }
+
+
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10]
+DEPTH = [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 5]
+"""Of the nodes of every tree."""
+
+
+def made_round(
+    draws: random.Random, newest: int, rule: str, vocabulary: int, lookup: bool, plain: bool
+) -> Data:
+    """A round after the newest token, but for `emitted`."""
+    size = 1 if plain else len(PARENTS)
+    tokens = [newest, *draws.choices(range(vocabulary), k=size - 1)]
+    target = [distribution(draws, vocabulary) for _ in range(size)]
+    draft = [distribution(draws, vocabulary) for _ in range(size)]
+    nodes = [{"v": newest, "u": -1, "q": None, "p": None, "s": 1}]
+    for node in range(1, size):
+        above = PARENTS[node]
+        q = None if lookup else draft[above][tokens[node]]
+        p = target[above][tokens[node]]
+        nodes.append({"v": tokens[node], "u": above, "q": q, "p": p, "s": -1})
+    trials = []
+    at = 0
+    while True:
+        accepted = 0
+        rejected = False
+        for child in (node for node in range(1, size) if PARENTS[node] == at):
+            if accepted and rule not in ("greedy", "typical"):
+                break
+            nodes[child]["s"] = 0
+            ok = draws.random() < 0.6
+            if rule != "greedy":
+                trials.append({"n": at, "c": child, **trial(draws, rule, ok)})
+                rejected = rejected or not ok
+            accepted = accepted or (child if ok else 0)
+        if not accepted:
+            break
+        nodes[accepted]["s"] = 1
+        if rule == "greedy":
+            best_token = tokens[accepted]
+            trials.append({"n": at, "c": accepted, "kind": "best", "u": None, "token": best_token})
+        at = accepted
+    following = draws.randrange(vocabulary)
+    kind = "best" if rule in ("greedy", "typical") else "sample"
+    last = {"n": at, "c": None, "kind": kind, "u": None, "token": following}
+    parts = {part: round(draws.uniform(0.1, 9.0), 3) for part in PARTS}
+    of_draft = {} if lookup or plain else {str(node): best(draft[node]) for node in range(size)}
+    return {
+        "ms": round(sum(parts.values()), 4),
+        "parts": parts,
+        "fallback": "slower" if plain else "",
+        "nodes": nodes,
+        "draft": of_draft,
+        "best": {str(node): best(target[node]) for node in range(size)},
+        "draws": [*trials, last],
+        "residual": best(target[at]) if rejected and kind == "sample" else None,
+        "next": following,
+    }
+
+
+def trial(draws: random.Random, rule: str, ok: bool) -> Data:
+    """A draft that is accepted or not, by a number and its limit."""
+    limit = round(draws.uniform(0.1, 0.9), 4)
+    if ok != (rule == "typical"):
+        number = limit * draws.uniform(0.1, 0.9)
+    else:
+        number = limit * draws.uniform(1.05, 1.1)
+    kind = "typical" if rule == "typical" else "accept"
+    return {"kind": kind, "u": round(number, 4), "limit": limit, "ok": ok}
 
 
 def distribution(draws: random.Random, count: int) -> list[float]:

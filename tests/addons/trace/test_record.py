@@ -4,12 +4,12 @@ decided it."""
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from messages import refused
 from transformers import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 from headstart.addons.trace import trace
 from headstart.heads import HEADS
@@ -36,6 +36,10 @@ CASES = [
     ("token", "stop:0.01:drawn:chain:4"),
     ("block", "stop:0.01:drawn:chain:4"),
 ]
+
+
+IN_CHAINS = {"without_replacement": "token", "traversal": "block"}
+"""Rules by another name where a tree has no branches."""
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +71,8 @@ def decoder(tools, target, rule, tree):
     near = tools.build_model()
     torch.manual_seed(2)
     for parameter in near.parameters():
-        parameter.data += (
-            0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
-        )
+        if parameter.ndim > 1:
+            parameter.data += 0.3 * parameter.std() * torch.randn_like(parameter)
     drafter = make_drafter(target, Target(near.requires_grad_(False)), tree)
     return SpeculativeLM(target, drafter, "auto" if rule == "greedy" else rule, lossy=True)
 
@@ -80,20 +83,14 @@ def followed(found, rule):
     if rule in ("greedy", "point_mass"):
         for draw in found["draws"]:
             assert draw["n"] == path[-1]
-            twins = [
-                n
-                for n, node in enumerate(nodes)
-                if node["u"] == path[-1] and node["v"] == draw["token"]
-            ]
+            drawn = {"u": path[-1], "v": draw["token"]}
+            twins = [n for n, node in enumerate(nodes) if drawn.items() <= node.items()]
             assert draw["c"] == (twins[0] if twins else None)
-            if "times" in draw:
-                for node, time in draw["times"]:
-                    same = nodes[node]["v"] == draw["token"]
-                    assert (
-                        time == pytest.approx(draw["time"])
-                        if same
-                        else time is None or time >= draw["time"]
-                    )
+            for node, time in draw.get("times", ()):
+                if nodes[node]["v"] == draw["token"]:
+                    assert time == pytest.approx(draw["time"])
+                else:
+                    assert time is None or time >= draw["time"]
             path += twins[:1]
         return path
     tried = [draw for draw in found["draws"] if draw["c"] is not None]
@@ -103,16 +100,14 @@ def followed(found, rule):
         assert draw["ok"] == above or draw["u"] == pytest.approx(draw["limit"], rel=1e-3)
     stands = {draw["c"] for draw in tried if draw["ok"]}
     if rule == "typical":
-        ends = {n: [n] for n in [0]}
+        ends = {0: [0]}
         for node in sorted(stands):
             ends[node] = [*ends[nodes[node]["u"]], node]
-        longest = max(map(len, ends.values()))
-        chance = {
-            n: torch.tensor([nodes[m]["p"] for m in p[1:]]).prod()
-            for n, p in ends.items()
-            if len(p) == longest
-        }
-        return ends[max(chance, key=chance.get)]
+
+        def length_and_chance(path):
+            return len(path), math.prod(nodes[node]["p"] for node in path[1:])
+
+        return max(ends.values(), key=length_and_chance)
     for node in sorted(stands):  # walks accept a path, tours its last node
         path = [node]
         while path[0]:
@@ -128,27 +123,23 @@ def test_recorded_draws_lead_to_the_recorded_path(
     plain = generated(lm, prompt, rule)
     output, data = traced(lm, prompt, tokenizer, rule)
     assert not lm.observers and torch.equal(plain.sequences, output.sequences)
-    assert ([*plain.stats.rows], plain.stats.max_depth) == (
-        [*output.stats.rows],
-        output.stats.max_depth,
-    ) or "|" in tree
+    if "|" not in tree:
+        assert [*plain.stats.rows] == [*output.stats.rows]
+        assert plain.stats.max_depth == output.stats.max_depth
     json.dumps(data, allow_nan=False)
     new = output.sequences[0, prompt.shape[1] :].tolist()
     assert [data["vocab"][each["v"]]["id"] for each in data["output"]] == new
-    assert (
-        data["rule"]
-        == {"token": "token", "without_replacement": "token", "traversal": "block"}.get(rule, rule)
-        or "branch" in tree
-    )
+    if "branch" not in tree:
+        assert data["rule"] == IN_CHAINS.get(rule, rule)
     if tree != "root" and rule != "typical":
         status = [node["s"] for found in data["rounds"] for node in found["nodes"][1:]]
         assert {0, 1} - ({1} if rule == "point_mass" else set()) <= set(status), (
             "no draft stands, or all do"
         )
-    written = [data["vocab"][data["output"][0]["v"]]["id"]]
-    for number, (found, record) in enumerate(
-        zip(data["rounds"], output.stats.rows[0], strict=True)
-    ):
+    assert len(data["rounds"]) == output.stats.rounds
+    written = new[:1]
+    for number, record in enumerate(output.stats.rows[0]):
+        found = data["rounds"][number]
         nodes = found["nodes"]
         path = followed(found, rule)
         assert path == [n for n, node in enumerate(nodes) if node["s"] == 1]
@@ -181,27 +172,20 @@ def test_probabilities_are_those_of_target_and_draft(tools, tiny_target, tokeniz
         output, data = traced(decoder(tools, target, rule, tree), prompt, tokenizer, rule)
         before = prompt.shape[1]
         temperature = 0.7 if rule != "greedy" else 1.0
-        for found in data["rounds"]:
-            start = before + next(
-                i
-                for i, each in enumerate(data["output"])
-                if each["r"] == data["rounds"].index(found)
-            )
+        ids = [each["id"] for each in data["vocab"]]
+        rounds_of_tokens = [each["r"] for each in data["output"]]
+        for number, found in enumerate(data["rounds"]):
+            start = before + rounds_of_tokens.index(number)
             paths = []
             for node, entry in enumerate(found["nodes"]):
-                token = data["vocab"][entry["v"]]["id"]
-                paths.append([*paths[entry["u"]], token] if node else [])
-                best = found["best"][str(node)]
-                text = torch.cat(
-                    [output.sequences[0, :start], torch.tensor(paths[node], dtype=torch.int64)]
-                )
-                probs = (target.model(text[None]).logits[0, -1] / temperature).softmax(-1)
-                for index, prob in best:
-                    assert prob == pytest.approx(float(probs[data["vocab"][index]["id"]]), rel=1e-3)
+                paths.append([*paths[entry["u"]], ids[entry["v"]]] if node else [])
+                text = [*output.sequences[0, :start].tolist(), *paths[node]]
+                logits_V = target.model(torch.tensor([text])).logits[0, -1]
+                probs = (logits_V / temperature).softmax(-1)[ids].tolist()
+                for index, prob in found["best"][str(node)]:
+                    assert prob == pytest.approx(probs[index], rel=1e-3)
                 for child in (each for each in found["nodes"] if each["u"] == node):
-                    assert child["p"] == pytest.approx(
-                        float(probs[data["vocab"][child["v"]]["id"]]), rel=1e-3
-                    )
+                    assert child["p"] == pytest.approx(probs[child["v"]], rel=1e-3)
                     likely = dict(map(tuple, found["draft"][str(node)]))
                     assert child["q"] == likely.get(child["v"], child["q"]) and 0 < child["q"] <= 1
                     if tree == "branch:3x2x1":
@@ -225,15 +209,17 @@ def test_every_head_gives_its_probabilities(tools, tiny_target, tokenizer, promp
     assert "expand" not in vars(heads[0])
 
 
+REPEATING = torch.tensor([[1, 2, 3, 4, 5] * 4])
+
+
 @pytest.mark.parametrize("source", ["prompt-lookup", "model"])
 def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
     target = tiny_target()
-    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
     for adaptive in (False, True):
         drafts = tools.other_model(target) if source == "model" else source
         lm = SpeculativeLM(target, make_drafter(target, drafts, adaptive=adaptive))
-        output, data = traced(lm, prompt, tokenizer)
-        assert torch.equal(output.sequences, generated(lm, prompt).sequences)
+        output, data = traced(lm, REPEATING, tokenizer)
+        assert torch.equal(output.sequences, generated(lm, REPEATING).sequences)
         known = source == "model"
         nodes = [node for found in data["rounds"] for node in found["nodes"][1:]]
         assert all((node["q"] is not None) == known for node in nodes)
@@ -243,26 +229,19 @@ def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
 
 def test_a_head_and_a_lookup_are_recorded_together(tools, tiny_target, tokenizer):
     target = tiny_target()
-    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
-    lm = SpeculativeLM(
-        target,
-        make_drafter(target, "prompt-lookup", "dynamic:6:2:2", tools.head_for(target, "medusa")),
-    )
-    output, data = traced(lm, prompt, tokenizer)
-    assert torch.equal(output.sequences, generated(lm, prompt).sequences)
+    head = tools.head_for(target, "medusa")
+    lm = SpeculativeLM(target, make_drafter(target, "prompt-lookup", "dynamic:6:2:2", head))
+    output, data = traced(lm, REPEATING, tokenizer)
+    assert torch.equal(output.sequences, generated(lm, REPEATING).sequences)
     assert all(followed(found, "greedy") for found in data["rounds"])
 
 
 def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prompt):
-    output, data = traced(
-        decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer
-    )
+    lm = decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3")
+    output, data = traced(lm, prompt, tokenizer)
     shown, stats = data["stats"], output.stats
-    assert (shown["tokens"], shown["rounds"], shown["plain_rounds"]) == (
-        stats.tokens,
-        stats.rounds,
-        stats.plain_rounds,
-    )
+    for count in ("tokens", "rounds", "plain_rounds"):
+        assert shown[count] == getattr(stats, count)
     assert shown["acceptance_length"] == pytest.approx(stats.acceptance_length, rel=1e-3)
     assert shown["interval"] == pytest.approx(stats.acceptance_length_interval, rel=1e-3)
     rates = [None if rate != rate else rate for rate in stats.acceptance_rate_by_depth]
@@ -281,18 +260,6 @@ def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
         traced(lm, prompt, tokenizer, max_new_tokens=0)
     with refused("tokenizer"):
         traced(lm, prompt, None)
-
-
-def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tokenizer, prompt):
-    target = tiny_target(seed=1)
-    truth = generated(SpeculativeLM(target), prompt, max_new_tokens=40).sequences[
-        :, prompt.shape[1] :
-    ]
-    lm = SpeculativeLM(target, tools.Oracle(tools.TreeShape.chain(4), truth.tolist(), 258, 0.0))
-    output, data = traced(lm, prompt, tokenizer, max_new_tokens=8)
-    assert [found["emitted"] for found in data["rounds"]] == [5, 2] and len(data["output"]) == 8
-    assert data["stats"]["tokens"] == output.stats.tokens == 7
-    assert [each["d"] for each in data["output"]] == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_a_round_that_is_repeated_without_drafts_is_recorded_so(
@@ -333,14 +300,11 @@ class FromBoth(LogitsProcessor):
 
 @pytest.mark.parametrize("rule", ["greedy", "point_mass"])
 def test_a_processor_that_keeps_a_state_is_called_as_without_a_trace(tiny_target, tokenizer, rule):
-    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
     lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
-    expected = generated(lm, prompt, rule, logits_processor=[FromBoth()])
-    output, data = traced(lm, prompt, tokenizer, rule, logits_processor=[FromBoth()])
-    assert (
-        torch.equal(output.sequences, expected.sequences)
-        and len(data["rounds"]) == output.stats.rounds
-    )
+    expected = generated(lm, REPEATING, rule, logits_processor=[FromBoth()])
+    output, data = traced(lm, REPEATING, tokenizer, rule, logits_processor=[FromBoth()])
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(data["rounds"]) == output.stats.rounds
     assert all(followed(found, rule) for found in data["rounds"])
 
 
@@ -349,17 +313,13 @@ def test_a_generation_inside_the_traced_one_is_not_recorded(tools, tiny_target, 
     expected, data = traced(lm, prompt, tokenizer)
     inner = []
 
-    class Asking(BaseStreamer):
-        def put(self, value):
-            if not inner:
-                inner.append(None)
-                inner[0] = generated(lm, prompt.flip(1), max_new_tokens=5)
+    def once(sequences):
+        if not inner:
+            inner.append(None)
+            inner[0] = generated(lm, prompt.flip(1), max_new_tokens=5)
 
-        def end(self):
-            pass
-
-    output, again = traced(lm, prompt, tokenizer, streamer=Asking())
+    lm.observers.append(tools.EachRound(once))
+    output, again = traced(lm, prompt, tokenizer)
     assert torch.equal(output.sequences, expected.sequences) and inner[0].stats.rounds > 0
-    assert [found["nodes"] for found in again["rounds"]] == [
-        found["nodes"] for found in data["rounds"]
-    ]
+    both = zip(again["rounds"], data["rounds"], strict=True)
+    assert all(found["nodes"] == wanted["nodes"] for found, wanted in both)

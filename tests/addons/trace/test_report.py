@@ -18,15 +18,8 @@ def node(token, parent, status, q=0.5, p=0.25):
 
 
 def a_round(nodes, following, emitted, draft_ms=4.0):
-    parts = {"draft": draft_ms, "target": 6.0}
-    return {
-        "ms": 12.0,
-        "parts": parts,
-        "fallback": "",
-        "nodes": nodes,
-        "next": following,
-        "emitted": emitted,
-    }
+    times = {"ms": 12.0, "parts": {"draft": draft_ms, "target": 6.0}, "fallback": ""}
+    return {**times, "nodes": nodes, "next": following, "emitted": emitted}
 
 
 def a_trace(rounds, depth=2, plain=None):
@@ -34,14 +27,8 @@ def a_trace(rounds, depth=2, plain=None):
     stats = {"tokens": tokens, "rounds": len(rounds), "acceptance_length": tokens / len(rounds)}
     stats |= {"acceptance_rate_by_depth": [None] * depth, "tokens_per_second": 50.0}
     vocab = [{"id": index, "t": text} for index, text in enumerate(VOCAB)]
-    return {
-        "vocab": vocab,
-        "prompt": "ask",
-        "rule": "greedy",
-        "rounds": rounds,
-        "stats": stats,
-        "plain": plain,
-    }
+    asked = {"vocab": vocab, "prompt": "ask", "rule": "greedy"}
+    return {**asked, "rounds": rounds, "stats": stats, "plain": plain}
 
 
 ROOT = node(THE, -1, 1, None, None)
@@ -91,9 +78,8 @@ def test_prompts_stand_by_themselves_and_sources_without_probabilities_have_no_c
     silent = [{**ROOT}, node(BOAT, 0, 0, None), node(NUMBER, 0, 1, None)]
     report = trace_report([a_trace([BOTH], plain=plain), a_trace([a_round(silent, END, 2)])])
     assert [each.rejection_rate for each in report.prompts] == [0.0, 0.0]
-    assert report.prompts[0].plain_tokens_per_second == 125.0 and math.isnan(
-        report.prompts[1].plain_tokens_per_second
-    )
+    measured, unmeasured = (each.plain_tokens_per_second for each in report.prompts)
+    assert measured == 125.0 and math.isnan(unmeasured)
     assert report.plain_ms == 8.0 and report.stats.tokens == 5
     nothing = trace_report([a_trace([a_round(silent, END, 2)])])
     assert nothing.calibration == [] and math.isnan(nothing.calibration_error)

@@ -33,15 +33,18 @@ def embedded(page):
     return json.loads(found)
 
 
+def traced(lm, ids, tokenizer, new_tokens):
+    prompt = torch.tensor([ids])
+    settings = {"eos_token_id": [], "pad_token_id": 0, "do_sample": False}
+    settings |= {"max_new_tokens": new_tokens, "attention_mask": torch.ones_like(prompt)}
+    return trace(lm, prompt, tokenizer=tokenizer, **settings)
+
+
 @pytest.fixture(scope="module", name="trace")
 def fixed_trace(tokenizer):
     target = Target(build_model().requires_grad_(False))
-    prompt = torch.tensor([tokenizer(EVIL)["input_ids"]])
     lm = SpeculativeLM(target, make_drafter(target, target, "branch:2x1x1"))
-    settings = {"max_new_tokens": 40, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    return trace(
-        lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings
-    )[1]
+    return traced(lm, tokenizer(EVIL)["input_ids"], tokenizer, 40)[1]
 
 
 def test_html_in_a_prompt_stays_text(trace):
@@ -91,13 +94,10 @@ def many(trace, rounds, nodes):
 def test_long_traces_have_pages_of_bounded_size(trace, rounds, nodes, limit):
     page = many(trace, rounds, nodes).to_html()
     assert len(page.encode()) < limit
-    data = embedded(page)
-    assert len(data["rounds"]) == rounds and all(
-        len(found["nodes"]) == nodes for found in data["rounds"]
-    )
-    assert all({"0", "1"} <= set(found["best"]) for found in data["rounds"]), (
-        "the accepted path keeps its best tokens"
-    )
+    found = embedded(page)["rounds"]
+    assert [len(each["nodes"]) for each in found] == [nodes] * rounds
+    # the accepted path keeps its best tokens
+    assert all({"0", "1"} <= set(each["best"]) for each in found)
 
 
 def test_a_file_is_whole_or_what_it_was(trace, tmp_path, monkeypatch):
@@ -121,17 +121,12 @@ def test_long_texts_are_traced(tokenizer, tokens):
     model.config.max_position_embeddings = 8192
     target = Target(model.requires_grad_(False))
     lm = SpeculativeLM(target, make_drafter(target, other_model(target), tree="branch:2x1"))
-    prompt = torch.tensor([[1, 2, 3]])
-    settings = {"max_new_tokens": tokens, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    output, traced = trace(
-        lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings
-    )
-    data = traced.data
+    output, found = traced(lm, [1, 2, 3], tokenizer, tokens)
+    data = found.data
     assert len(data["rounds"][0]["best"]) == 5 and len(data["rounds"][-1]["best"]) == 1
-    assert len(data["output"]) == tokens and len(traced.to_html().encode()) < 12e6
-    assert "".join(each["p"] for each in data["output"]) == tokenizer.decode(
-        output.sequences[0, 3:]
-    )
+    assert len(data["output"]) == tokens and len(found.to_html().encode()) < 12e6
+    text = "".join(each["p"] for each in data["output"])
+    assert text == tokenizer.decode(output.sequences[0, 3:])
 
 
 def test_a_token_by_itself_is_its_text_or_its_bytes(tokenizer):
