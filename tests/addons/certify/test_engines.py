@@ -308,6 +308,10 @@ def test_secrets_of_a_url_are_sent_and_shown_nowhere(config, server, tmp_path, c
     said = capsys.readouterr()
     pages = (tmp_path / "c.json").read_text() + (tmp_path / "c.md").read_text()
     assert SECRET not in json.dumps(report) + pages + said.out + said.err
+    server.reply = lambda path, body: (401, {"error": {"message": "no"}})
+    with refused("401") as caught:
+        certify(replace(config, server=url))
+    assert SECRET not in str(caught.value)
 
 
 def test_the_exit_status_is_the_verdict(monkeypatch):

@@ -90,7 +90,7 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
 
     shutil.rmtree(first)
     adapt(replace(again, output=str(tmp_path / "lost")))
-    assert "which cannot be read" in " ".join(capsys.readouterr().out.split())
+    assert not lacking(capsys.readouterr().out, "cannot be read (first)")
     with refused("first head"):
         adapt(replace(again, first=str(first), output=str(tmp_path / "named")))
 
@@ -123,7 +123,7 @@ def test_a_name_in_a_strangers_checkpoint_is_not_opened(
     old, metadata = load_head(config.head)
     monkeypatch.setattr(adapting, "load_head", None)
     assert adapting.first_head(config, old, metadata) == (config.head, old)
-    assert 0 < len(caplog.text) < 1000
+    assert "opened only if" in caplog.text and len(caplog.text) < 1000
 
 
 def test_nothing_that_others_wrote_is_removed_from_the_output_folder(config, tmp_path):

@@ -38,7 +38,9 @@ def train_served() -> Callable[[ServedTrainConfig], Path]:
 
 
 @pytest.fixture
-def train_with_target(train_served) -> Callable[[ServedTrainConfig], Path]:
+def train_with_target(
+    train_served: Callable[[ServedTrainConfig], Path],
+) -> Callable[[ServedTrainConfig], Path]:
     """Makes the same run in another folder, with states that the target computes in each step."""
 
     def run(config: ServedTrainConfig) -> Path:
